@@ -1,0 +1,1 @@
+"""Configuration: YAML groups and the typed schema. The leaf that every other package may import."""

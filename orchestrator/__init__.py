@@ -1,0 +1,1 @@
+"""The driver: expand, plan, run, record, summarise."""

@@ -1,0 +1,1 @@
+"""What runs on the node outside the engine: environments, servers, evidence, load."""
