@@ -1,0 +1,280 @@
+"""The sweep on one screen: plan → run → record → summarise (``expand`` has happened)."""
+
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from conf.schema import Config
+from orchestrator import resume, store
+from orchestrator.display import Display, show
+from orchestrator.expand import Cell
+from orchestrator.paths import CellPaths, SweepPaths
+from orchestrator.plan import Launch, Plan, plan
+from orchestrator.summary import CellOutcome, TimeSpent, add_timing, outcome_line, print_summary
+from orchestrator.tracking import Tracker
+from workers.events import CellFailed, CellFinished, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from orchestrator.cluster import Cluster
+
+POLL_S = 0.5
+EXIT_FAILED = 1
+
+
+@dataclass(slots=True)
+class StopSignal:
+    """Remembers the first SIGINT or SIGTERM; a second one ends the process at once."""
+
+    number: int | None = None
+
+    def __call__(self, number: int, _frame: object) -> None:
+        """Signal handler."""
+        if self.number is not None:
+            os._exit(128 + number)
+        self.number = number
+
+    @contextmanager
+    def installed(self) -> "Iterator[StopSignal]":
+        """Handle both signals inside the block. Install after Ray has started: Ray sets handlers of its own."""
+        old = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A launch that waits or runs: what is left of its cells, and which attempt this is."""
+
+    launch: Launch
+    cells: list[Cell]
+    attempt: int = 1
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+
+
+def run_sweep(cells: Sequence[Cell], config: Config) -> int:
+    """Run what is not done yet, record everything, print the result; returns the exit code.
+
+    0 all cells done (valid or invalid) · 1 a cell failed · 130/143 ended by SIGINT/SIGTERM.
+
+    Raises:
+        ValueError: the tracking store or the cluster cannot do what the configuration asks.
+    """
+    paths = SweepPaths(Path(config.runs_dir), str(config.sweep.name))
+    decision = resume.decide(cells, store.read_results(paths, cells), rerun=config.rerun)
+    todo = plan(decision.todo, seed=config.seed, shuffle=config.sweep.shuffle)
+    with Tracker.open(config.tracking, runs_dir=Path(config.runs_dir)) as tracker:
+        tracker.close_stale(paths.name)
+        store.write_sweep(paths, cells=cells, config=config, plan=todo)
+        driver = Driver(config=config, paths=paths, tracker=tracker, plan=todo)
+        with show(total=len(decision.todo)) as display:
+            display.say(f"sweep {paths.name}: {decision.sentence()} → {paths.root}")
+            driver.display = display
+            driver.run(cells)
+        outcomes = [
+            CellOutcome(axes=cell.axes, result=result, folder=paths.cell(cell).root)
+            for cell in cells
+            if (result := store.read_result(paths.cell(cell).result)) is not None
+        ]
+        links = tracker.links(config.tracking.ui_url)
+    print_summary(outcomes, time_spent=driver.time_spent(), links=links, not_started=len(cells) - len(outcomes))
+    return driver.exit_code(outcomes)
+
+
+class Driver:
+    """Submits launches, turns their events into files and tracking, retries what can be retried."""
+
+    def __init__(self, *, config: Config, paths: SweepPaths, tracker: Tracker, plan: Plan) -> None:
+        self._config = config
+        self._paths = paths
+        self._tracker = tracker
+        self._waiting = deque(Job(launch=launch, cells=list(launch.cells)) for launch in plan.launches)
+        self._running: dict[str, Job] = {}
+        self._run_ids: dict[str, str | None] = {}
+        self._started_at: dict[str, str] = {}
+        self._timing: dict[str, float] = {}
+        self._num_slots = 1
+        self._num_failed = 0
+        self._began = time.monotonic()
+        self._ended: float | None = None
+        self._stop = StopSignal()
+        self.display: Display
+
+    def run(self, cells: Sequence[Cell]) -> None:
+        """Run every waiting launch; ends early on a signal, or on a failure under ``fail_fast``."""
+        self._tracker.start_sweep(self._paths.name, num_cells=len(cells), config=self._config)
+        status = "FAILED"
+        try:
+            if self._waiting:
+                self._run_on_cluster()
+            status = "KILLED" if self._stop.number else "FINISHED"
+        finally:
+            self._ended = time.monotonic()
+            self._tracker.close_running(self._paths.name)
+            self._tracker.finish_sweep(status=status, counts=store.count(self._paths, cells))
+
+    def _run_on_cluster(self) -> None:
+        from orchestrator.cluster import Cluster
+
+        cluster = Cluster(self._config)
+        with self._stop.installed():
+            try:
+                self._num_slots = min(
+                    min(cluster.capacity(job.launch.cells[0].config) for job in self._waiting), len(self._waiting)
+                )
+                self._loop(cluster)
+            finally:
+                cluster.close()
+
+    def _loop(self, cluster: "Cluster") -> None:
+        while (self._waiting or self._running) and not self._stop.number:
+            while self._waiting and len(self._running) < self._num_slots:
+                self._submit(cluster, self._waiting.popleft())
+            for launch, event in cluster.events(timeout_s=POLL_S):
+                self._handle(launch, event)
+            if self._config.fail_fast and self._num_failed:
+                self._waiting.clear()
+                break
+        if self._running:
+            self._cut(cluster)
+
+    def _submit(self, cluster: "Cluster", job: Job) -> None:
+        self._running[job.launch.key] = job
+        specs = tuple(CellSpec(key=cell.key, config=cell.config) for cell in job.cells)
+        cluster.submit(
+            LaunchSpec(key=job.launch.key, cells=specs, base_env=dict(os.environ), attempt=job.attempt),
+        )
+
+    def _cut(self, cluster: "Cluster") -> None:
+        self.display.say("stopping: servers are being ended, what was measured is kept")
+        for launch, event in cluster.stop_all():
+            self._handle(launch, event)
+        self._running.clear()
+
+    def _handle(self, launch: str, event: Event | Any) -> None:
+        job = self._running.get(launch)
+        if job is None:
+            return
+        match event:
+            case Phase():
+                self._phase(job, event)
+            case CellFinished():
+                self._finished(job, event)
+            case CellFailed():
+                self._failed(job, event)
+            case LaunchFinished():
+                self._timing = add_timing(self._timing, event.timing)
+            case _:
+                self._launch_over(job, event)
+
+    def _phase(self, job: Job, event: Phase) -> None:
+        cell = _cell(job, event.cell)
+        if cell is not None and cell.key not in self._run_ids:
+            self._begin(cell)
+        self.display.launch(job.launch.key, event, cell.folder if cell else job.launch.label)
+
+    def _begin(self, cell: Cell) -> None:
+        self._started_at[cell.key] = datetime.now(UTC).isoformat(timespec="seconds")
+        store.write_cell(self._paths.cell(cell), cell)
+        self._run_ids[cell.key] = self._tracker.start_cell(cell)
+
+    def _finished(self, job: Job, event: CellFinished) -> None:
+        cell = _cell(job, event.cell)
+        assert cell is not None
+        self._record(job, cell, {"outcome": "done", "error": None, **event.payload}, event.files)
+
+    def _failed(self, job: Job, event: CellFailed) -> None:
+        cell = _cell(job, event.cell)
+        if cell is None:
+            return
+        attempt = {"attempt": job.attempt, "cause": event.cause, "message": event.message}
+        job.attempts.append(attempt)
+        if event.retryable and job.attempt <= self._config.retries and not self._stop.number:
+            self.display.say(f"{cell.folder}: {event.cause}, will be tried again: {event.message}")
+            return
+        error = {
+            "class": event.cause,
+            "message": event.message,
+            "log_tail": event.log_tail,
+            "traceback": event.traceback,
+        }
+        payload = {
+            "outcome": "failed",
+            "error": error,
+            "metrics": {},
+            "server": {},
+            "verdict": {"valid": False, "reasons": [{"name": "failed", "detail": event.message}]},
+            "timing": dict(event.timing),
+        }
+        self._record(job, cell, payload, event.files)
+
+    def _record(self, job: Job, cell: Cell, payload: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+        if cell.key not in self._run_ids:
+            self._begin(cell)
+        run_id = self._run_ids[cell.key]
+        result = {
+            "cell_key": cell.key,
+            "sweep": self._paths.name,
+            "axes": cell.axes,
+            "launch_key": job.launch.key,
+            "workload_hash": cell.workload_hash,
+            "attempts": job.attempts,
+            "mlflow_run_id": run_id,
+            "started_at": self._started_at[cell.key],
+            **payload,
+        }
+        paths: CellPaths = self._paths.cell(cell)
+        store.write_files(paths, files)
+        store.write_result(paths, result)
+        self._tracker.finish_cell(run_id, result, paths)
+        job.cells.remove(cell)
+        outcome = CellOutcome(axes=cell.axes, result=result, folder=paths.root)
+        self._num_failed += outcome.state == "failed"
+        self.display.cell_over(outcome_line(outcome))
+
+    def _launch_over(self, job: Job, event: Any) -> None:
+        del self._running[job.launch.key]
+        self.display.launch_over(job.launch.key)
+        if not job.cells:
+            return
+        message = getattr(event, "message", None)
+        if message is not None and job.attempt > self._config.retries:
+            self._fail_rest(job, cause="slot_lost", message=message)
+        elif job.attempt > self._config.retries:
+            self._fail_rest(job, cause="no_result", message="the launch ended without a result for this cell")
+        else:
+            if message is not None:
+                self.display.say(f"{job.launch.label}: slot lost ({message}), its cells will be tried again")
+                job.attempts.append({"attempt": job.attempt, "cause": "slot_lost", "message": message})
+            job.attempt += 1
+            self._waiting.append(job)
+
+    def _fail_rest(self, job: Job, *, cause: str, message: str) -> None:
+        for cell in list(job.cells):
+            self._failed(job, CellFailed(cell=cell.key, cause=cause, message=message))
+
+    def time_spent(self) -> TimeSpent:
+        """Seconds by phase over all slots, so far."""
+        wall = (self._ended or time.monotonic()) - self._began
+        return TimeSpent(phases=self._timing, wall_s=wall, num_slots=self._num_slots)
+
+    def exit_code(self, outcomes: Sequence[CellOutcome]) -> int:
+        """See run_sweep."""
+        if self._stop.number:
+            return 128 + self._stop.number
+        return EXIT_FAILED if any(outcome.state == "failed" for outcome in outcomes) else 0
+
+
+def _cell(job: Job, key: str | None) -> Cell | None:
+    return next((cell for cell in job.cells if cell.key == key), None)

@@ -1,0 +1,146 @@
+"""The end of a sweep on the terminal: the result table, the failures, and where the time went."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PHASES = ("environment_s", "model_s", "start_s", "warmup_s", "measured_s", "stop_s")
+PHASE_NAMES = {
+    "environment_s": "environments",
+    "model_s": "model",
+    "start_s": "engine starts",
+    "warmup_s": "warm-up",
+    "measured_s": "measured",
+    "stop_s": "engine stops",
+}
+COLUMNS = (
+    ("TTFT p50 ms", "ttft_ms/p50"),
+    ("TTFT p99 ms", "ttft_ms/p99"),
+    ("TPOT mean ms", "tpot_ms/mean"),
+    ("E2EL mean ms", "e2el_ms/mean"),
+    ("preempt.", "server/preemptions"),
+    ("KV tokens", "server/kv_cache_tokens"),
+)
+MARKER = {"valid": "valid", "invalid": "INVALID", "failed": "FAILED"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellOutcome:
+    """One cell's result as the summary needs it."""
+
+    axes: Mapping[str, Any]
+    result: Mapping[str, Any]
+    folder: Path
+
+    @property
+    def state(self) -> str:
+        """valid, invalid or failed."""
+        if self.result["outcome"] != "done":
+            return "failed"
+        return "valid" if self.result["verdict"]["valid"] else "invalid"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeSpent:
+    """Seconds of slot time by phase; ``rest_s`` is what no phase accounts for."""
+
+    phases: Mapping[str, float]
+    wall_s: float
+    num_slots: int
+
+    @property
+    def rest_s(self) -> float:
+        """Slot seconds outside of every phase: the orchestrator's own overhead and idle slots."""
+        return max(0.0, self.wall_s * self.num_slots - sum(self.phases.values()))
+
+
+def add_timing(total: Mapping[str, float], timing: Mapping[str, float | None]) -> dict[str, float]:
+    """The sum, phase by phase; a phase that did not happen adds nothing."""
+    return {phase: total.get(phase, 0.0) + (timing.get(phase) or 0.0) for phase in PHASES}
+
+
+def outcome_line(outcome: CellOutcome) -> str:
+    """One line for one ended cell: axes, main figures, verdict."""
+    axes = " ".join(f"{key}={value}" for key, value in outcome.axes.items()) or outcome.folder.name
+    if outcome.state == "failed":
+        error = outcome.result["error"]
+        return f"{axes}: FAILED ({error['class']}) {error['message']} · log: {outcome.folder / 'server.log'}"
+    metrics = outcome.result["metrics"]
+    figures = f"ttft_p50={number(metrics.get('ttft_ms/p50'))} ms tpot={number(metrics.get('tpot_ms/mean'))} ms"
+    return f"{axes}: {MARKER[outcome.state]} {figures}{reasons(outcome)}"
+
+
+def reasons(outcome: CellOutcome) -> str:
+    """`` · name, name`` of the verdict, and whether the run was saturated; empty when there is nothing to say."""
+    names = [reason["name"] for reason in outcome.result["verdict"]["reasons"]]
+    if outcome.result["metrics"].get("saturated") == 1.0:
+        names.append("saturated")
+    return f" · {', '.join(names)}" if names else ""
+
+
+def number(value: float | None) -> str:
+    """A figure with about three digits; ``–`` for unknown."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def result_table(outcomes: Sequence[CellOutcome]) -> Table:
+    """Axes, latencies, preemptions, KV tokens and verdict, one row per cell."""
+    axes = list(dict.fromkeys(axis for outcome in outcomes for axis in outcome.axes))
+    table = Table(title=None, header_style="bold", expand=False)
+    for axis in axes:
+        table.add_column(axis.rsplit(".", 1)[-1], overflow="fold")
+    for title, _ in COLUMNS:
+        table.add_column(title, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for outcome in outcomes:
+        metrics = outcome.result.get("metrics") or {}
+        row = [str(outcome.axes.get(axis, "")) for axis in axes]
+        row += [number(metrics.get(key)) for _, key in COLUMNS]
+        row.append(verdict_cell(outcome))
+        table.add_row(*row, style=None if outcome.state == "valid" else "yellow")
+    return table
+
+
+def verdict_cell(outcome: CellOutcome) -> str:
+    """The verdict with its reasons; a failure with its class."""
+    if outcome.state == "failed":
+        return f"FAILED {outcome.result['error']['class']}"
+    return MARKER[outcome.state] + reasons(outcome)
+
+
+def print_summary(
+    outcomes: Sequence[CellOutcome],
+    *,
+    time_spent: TimeSpent,
+    links: Sequence[str],
+    not_started: int,
+    console: Console | None = None,
+) -> None:
+    """Print the table, every failure with its class and log path, the time table and the links."""
+    console = console or Console(soft_wrap=False)
+    if outcomes:
+        console.print(result_table(outcomes))
+    for outcome in outcomes:
+        if outcome.state == "failed":
+            console.print(outcome_line(outcome), markup=False, highlight=False, soft_wrap=True)
+        for warning in outcome.result.get("warnings", ()):
+            console.print(f"note: {outcome.folder.name}: {warning}", markup=False, highlight=False, soft_wrap=True)
+    if not_started:
+        console.print(f"{not_started} cells not started")
+    console.print(time_line(time_spent), markup=False, highlight=False, soft_wrap=True)
+    for link in links:
+        console.print(link, markup=False, highlight=False, soft_wrap=True)
+
+
+def time_line(spent: TimeSpent) -> str:
+    """Where the time went, in seconds and shares of all slot time."""
+    total = spent.wall_s * spent.num_slots
+    parts = [*((PHASE_NAMES[name], spent.phases.get(name, 0.0)) for name in PHASES), ("rest", spent.rest_s)]
+    shown = [f"{name} {seconds:.0f} s ({seconds / total:.0%})" for name, seconds in parts if total > 0]
+    return f"time: {spent.wall_s:.0f} s on {spent.num_slots} slot(s): " + ", ".join(shown)

@@ -1,0 +1,189 @@
+"""One launch: environment → model → server → evidence → cells → stop, as a stream of events.
+
+Effects live here; every decision (command, verdict, metrics) is a pure function somewhere else.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+
+from conf.schema import Config, HardwareKind
+from workers import engines
+from workers.cache import cache_root
+from workers.environment import EngineBuild, build_environment
+from workers.errors import EngineStartError, ServelabError
+from workers.events import CellFailed, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
+from workers.measure import Measurement, measure_cell
+from workers.model import PreparedModel, prepare_model
+from workers.server import Server, ServerSpec, log_tail, start_with_retries
+
+Emit = Callable[[Event], None]
+
+
+async def run_launch(spec: LaunchSpec, *, device_ids: Sequence[str]) -> AsyncIterator[Event]:
+    """Run one launch and yield what happens; closing the iterator stops the server and waits for its end."""
+    events: asyncio.Queue[Event | None] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+
+    def emit(event: Event | None) -> None:
+        loop.call_soon_threadsafe(events.put_nowait, event)
+
+    launch = _Launch(spec, device_ids=device_ids, emit=emit)
+    task = asyncio.create_task(launch.run())
+    task.add_done_callback(lambda _: emit(None))
+    try:
+        while (event := await events.get()) is not None:
+            yield event
+        await task
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+class _Launch:
+    def __init__(self, spec: LaunchSpec, *, device_ids: Sequence[str], emit: Emit) -> None:
+        self._spec = spec
+        self._device_ids = tuple(device_ids)
+        self._emit = emit
+        self._left: list[CellSpec] = list(spec.cells)
+        self._timing: dict[str, float] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="servelab-"))
+
+    @property
+    def _config(self) -> Config:
+        return self._spec.cells[0].config
+
+    @property
+    def _log_path(self) -> Path:
+        return self._folder / "server.log"
+
+    async def run(self) -> None:
+        try:
+            await self._serve()
+        except ServelabError as error:
+            self._fail_left(error)
+        except Exception as error:  # noqa: BLE001 - the one broad catch: whatever it is becomes failure records
+            self._fail_left(error)
+        finally:
+            self._emit(LaunchFinished(timing=dict(self._timing)))
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _serve(self) -> None:
+        check_devices(self._config, self._device_ids)
+        with self._phase("environment"):
+            build = await asyncio.to_thread(self._build)
+        with self._phase("model"):
+            model = await asyncio.to_thread(self._prepare, build)
+        server = await self._start(build, model)
+        try:
+            await self._measure_all(server, build, model)
+        finally:
+            with self._phase("stop"):
+                await asyncio.shield(server.stop())
+
+    def _build(self) -> EngineBuild:
+        return build_environment(
+            self._config.engine,
+            kind=self._config.hardware.kind,
+            cache=cache_root(self._config.cache_dir),
+            progress=lambda text: self._emit(Phase(name="environment", detail=text)),
+        )
+
+    def _prepare(self, build: EngineBuild) -> PreparedModel:
+        return prepare_model(
+            self._config.model,
+            build=build,
+            cache=cache_root(self._config.cache_dir),
+            progress=lambda text: self._emit(Phase(name="model", detail=text)),
+        )
+
+    async def _start(self, build: EngineBuild, model: PreparedModel) -> Server:
+        config = self._config
+        spec = ServerSpec(
+            argv_for_port=lambda port: engines.command(config, model=model, port=port, python=build.python),
+            env=engines.environment(config, base=self._spec.base_env, device_ids=",".join(self._device_ids)),
+            log_path=self._log_path,
+            cwd=self._folder,
+            start_timeout_s=config.hardware.start_timeout_s,
+            stop_grace_s=config.hardware.stop_grace_s,
+            model=config.model.name,
+        )
+        with self._phase("start"):
+            return await start_with_retries(spec, busy_wait_s=config.hardware.busy_wait_s)
+
+    async def _measure_all(self, server: Server, build: EngineBuild, model: PreparedModel) -> None:
+        while self._left:
+            cell = self._left[0]
+            measurement = Measurement(
+                cell=cell,
+                server=server,
+                build=build,
+                model=model,
+                device_ids=self._device_ids,
+                folder=self._folder / cell.key,
+            )
+            finished = await measure_cell(measurement, emit=self._emit)
+            for phase, seconds in finished.payload["timing"].items():
+                self._timing[phase] = self._timing.get(phase, 0.0) + (seconds or 0.0)
+            self._left.pop(0)
+            self._emit(finished)
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        self._emit(Phase(name=name))
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"{name}_s"
+            self._timing[key] = self._timing.get(key, 0.0) + time.monotonic() - began
+
+    def _fail_left(self, error: Exception) -> None:
+        """The first cell that is left carries the log; all of them carry the cause."""
+        cause = error.cause if isinstance(error, ServelabError) else type(error).__name__
+        tail = getattr(error, "log_tail", "") or log_tail(self._log_path)
+        files = {"server.log": self._log_path.read_bytes()} if self._log_path.exists() else {}
+        for cell in self._left:
+            self._emit(
+                CellFailed(
+                    cell=cell.key,
+                    cause=cause,
+                    message=str(error),
+                    log_tail=tail,
+                    traceback="".join(traceback.format_exception(error)),
+                    retryable=cause in RETRYABLE,
+                    timing=dict(self._timing),
+                    files=files,
+                ),
+            )
+
+
+# Causes that a second try can mend; what cannot fit or is broken stays so.
+RETRYABLE = frozenset({"died", "not_drained", "device_busy", "port_taken"})
+
+
+def check_devices(config: Config, device_ids: Sequence[str]) -> None:
+    """A CUDA launch must hold exactly the devices it asked for.
+
+    Raises:
+        EngineStartError: cause ``no_device`` (none assigned) or ``wrong_devices`` (another number).
+    """
+    if config.hardware.kind is not HardwareKind.cuda:
+        return
+    need = config.engine.tensor_parallel_size * config.engine.pipeline_parallel_size
+    if not device_ids:
+        raise EngineStartError(
+            f"no GPU assigned: engine {config.engine.name!r} needs {need}; check `ray status` for free GPUs",
+            cause="no_device",
+        )
+    if len(device_ids) != need:
+        raise EngineStartError(
+            f"engine {config.engine.name!r} asked for {need} GPU(s) and was assigned {list(device_ids)}",
+            cause="wrong_devices",
+        )
