@@ -12,13 +12,11 @@ ServelabError
 What the user wrote raises ``ValueError`` before anything starts.
 """
 
-from typing import ClassVar
-
 
 class ServelabError(Exception):
     """Base of everything the world did. ``cause`` is the class name shown in summaries and tags."""
 
-    cause: ClassVar[str] | str = "error"
+    cause: str = "error"
 
 
 class EnvironmentBrokenError(ServelabError):
