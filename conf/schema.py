@@ -237,7 +237,9 @@ class Load:
     rate_per_s: float = bounded(1.0, gt=0)  # inf: all at once
     burstiness: float = bounded(1.0, gt=0)  # gamma shape; 1 = Poisson, CV = 1/sqrt(burstiness)
     num_requests: int | None = bounded(None, ge=1)
-    duration_s: float | None = bounded(None, gt=0)  # arrivals stop after it; the run ends when all are answered
+    duration_s: float | None = bounded(
+        None, gt=0
+    )  # arrivals stop after it; the run ends when all are answered
     max_concurrency: int | None = bounded(None, ge=1)
     request_timeout_s: float = bounded(600.0, gt=0)
     drain_timeout_s: float = bounded(60.0, gt=0)
