@@ -96,6 +96,12 @@ def gauges(samples: Sequence[Sample], *, family: Family) -> dict[str, float | No
     return found
 
 
+def counters(samples: Sequence[Sample], *, family: Family) -> dict[str, float | None]:
+    """Every counter of a family as it stands, summed over engines."""
+    found = {quantity: _counter(samples, quantity, family=family) for quantity in family.counters}
+    return {quantity: sum(s.value for s in series) if series else None for quantity, series in found.items()}
+
+
 def missing(samples: Sequence[Sample], *, family: Family) -> list[str]:
     """Names of quantities that a scrape does not hold, for a warning."""
     absent = [name for name, names in family.gauges.items() if not _series(samples, names)]
