@@ -22,6 +22,8 @@ class _RayGuard:
         if name != "ray":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None:
+            return None
         run = spec.loader.exec_module
 
         def exec_module(module):
