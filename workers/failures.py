@@ -22,7 +22,7 @@ REMEDIES = {
     "does_not_fit": "ask for less: kv.memory_bytes must hold one request of engine.max_model_len tokens, and weights plus cache the device",
     "device_busy": "another process holds the device's memory; wait for it or end it",
     "port_taken": "another program took the port; the next try uses another one",
-    "environment_broken": "build the engine's environment again",
+    "environment_broken": "build the engine's environment again, or correct the path named here",
     "start_timeout": "raise hardware.start_timeout_s if the model only needs longer",
     "generation_failed": "see the server's answer and its log",
     "died": "see the log",

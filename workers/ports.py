@@ -60,7 +60,8 @@ def default_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / "servelab-ports"
     if not folder.exists():
         folder.mkdir(exist_ok=True)
-        folder.chmod(0o1777)
+        with contextlib.suppress(PermissionError):  # another user was faster
+            folder.chmod(0o1777)
     return folder
 
 

@@ -32,6 +32,7 @@ class Script:
     exit_after_s: float = 0.0  # with exit_code: time until the failure
     exit_code: int | None = None  # exit at start with this code ...
     exit_text: str = ""  # ... and this text on stderr
+    exit_once: str | None = None  # with exit_code: only if this file is missing; the failing stub creates it
     internal_port: bool = (
         False  # also probe a port from VLLM_PORT upwards at start and bind it after bind_delay_s
     )

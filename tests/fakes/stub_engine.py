@@ -682,7 +682,13 @@ def announce(args, script, cache):
     log("EngineCore", f"{text} per request: {concurrency:.2f}x", where="kv_cache_utils.py:2327")
 
 
+def fails(script):
+    return script.exit_code is not None and not (script.exit_once and Path(script.exit_once).exists())
+
+
 def fail_as_scripted(script):
+    if script.exit_once is not None:
+        Path(script.exit_once).touch()
     time.sleep(script.exit_after_s)
     if script.exit_text:
         print(script.exit_text, file=sys.stderr, flush=True)
@@ -714,7 +720,7 @@ def main():
             signal.pause()
     for stream in (sys.stdout, sys.stderr) if script.chatty_bytes else ():
         chatter(stream, script.chatty_bytes)
-    if script.exit_code is not None:
+    if fails(script):
         fail_as_scripted(script)
     listener, *internal = bind_all(args, script)
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(TimerSelector())) as runner:
