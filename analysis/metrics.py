@@ -371,6 +371,8 @@ def saturated(records: Sequence[Record]) -> bool | None:
     noise of independent arrivals), and if the requests of the first quarter took less than half the window (else
     the system is merely filling).
     Undefined for fewer than 20 requests or arrivals at one time. ``vllm bench serve`` has no such figure.
+    Simulated Poisson arrivals and exponential service, 300 requests, 1 or 16 servers: called saturated in 0-2 % of
+    the runs at 0.7 of the capacity, 11 % at 0.9, 67-70 % at 1.2, 99 % at 1.5.
     """
     rows = measured(records)
     dues = np.array(sorted(record.due_ns for record in rows), dtype=np.float64)

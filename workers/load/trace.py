@@ -1,12 +1,11 @@
 """Arrival traces of other people's services: when requests came and how long they were."""
 
-import calendar
 import csv
 import json
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +102,7 @@ def _azure_time_ns(text: str, *, at: str) -> int:
     if match is None:
         raise ValueError(f"{at}: TIMESTAMP must look like 2023-11-16 18:15:46.6805900, got {text!r}")
     try:
-        seconds = calendar.timegm(time.strptime(match[1], "%Y-%m-%d %H:%M:%S"))
+        seconds = int(datetime.fromisoformat(f"{match[1]}+00:00").timestamp())
     except ValueError as error:
         raise ValueError(f"{at}: TIMESTAMP is no date and time: {text!r}") from error
     return seconds * NS_PER_S + int((match[2] or "0").ljust(9, "0"))
