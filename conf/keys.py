@@ -3,20 +3,21 @@
 ``load.rate_per_s`` names a field, ``workload.input`` a section, ``engine.env.NAME`` an entry of a free map.
 """
 
-import copy
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import MISSING, Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf.schema import Config
+
+_SCALARS = (str, int, float, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class Key:
 
 
 @cache
-def fields_of(section: type) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+def fields_of(section: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """Name → (type, bounds) of every field of a configuration dataclass, in declared order."""
     hints = typing.get_type_hints(section)
     return {field.name: (hints[field.name], field.metadata) for field in dataclasses.fields(section)}
@@ -58,8 +59,7 @@ def find(name: str, *, where: str = "") -> Key:
         if not dataclasses.is_dataclass(annotation):
             annotation, bounds = _entry(annotation, name=name, where=where), {}
             continue
-        assert isinstance(annotation, type)
-        known = fields_of(annotation)
+        known = fields_of(cast("Hashable", annotation))
         if part not in known:
             inside = ".".join(parts[:depth]) or "the configuration"
             raise ValueError(
@@ -99,16 +99,19 @@ def get(config: Any, name: str) -> Any:
 def replaced(config: Any, name: str, value: Any) -> Any:
     """A copy of ``config`` in which one key has another value; everything off its path is shared."""
     head, _, rest = name.partition(".")
-    result = copy.copy(config)
-    if isinstance(result, dict):
-        result[head] = value
-    else:
-        setattr(result, head, replaced(getattr(config, head), rest, value) if rest else value)
+    if isinstance(config, dict):
+        return {**config, head: value}
+    # What copy.copy does, at a sixth of its time: it is called for every axis of every cell.
+    result = object.__new__(type(config))
+    result.__dict__.update(config.__dict__)
+    setattr(result, head, replaced(getattr(config, head), rest, value) if rest else value)
     return result
 
 
 def plain(value: Any) -> Any:
     """A typed value as JSON-like data: enum members by name, sections as maps."""
+    if value is None or type(value) in _SCALARS:
+        return value
     if isinstance(value, Enum):
         return value.name
     if dataclasses.is_dataclass(value):
@@ -148,8 +151,7 @@ def _in_words(annotation: Any) -> str:
         return f"one of {', '.join(annotation.__members__)}"
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
     if dataclasses.is_dataclass(annotation):
-        assert isinstance(annotation, type)
-        return f"a section with the keys {', '.join(fields_of(annotation))}"
+        return f"a section with the keys {', '.join(fields_of(cast('Hashable', annotation)))}"
     return " or ".join(words.get(option, str(option)) for option in _options(annotation))
 
 

@@ -6,10 +6,11 @@ raises ``ValueError`` with the key, the value, what was expected and, where it i
 
 import dataclasses
 import math
+import operator
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.keys import Key, fields_of
 from conf.schema import (
@@ -51,7 +52,7 @@ def validate(config: Config, *, where: str = "") -> None:
 
 def check_ranges(config: Any, *, prefix: str = "", skip: Collection[str] = (), where: str = "") -> None:
     """Check every value of a section, and of the sections in it, except the dotted keys in ``skip``."""
-    for name, (annotation, bounds) in fields_of(type(config)).items():
+    for name, (annotation, bounds) in fields_of(cast("Hashable", type(config))).items():
         key = prefix + name
         if key in skip:
             continue
@@ -88,15 +89,17 @@ def check_sweep_name(name: str) -> None:
         )
 
 
+_CHECKS: dict[str, Callable[[Any, Any], bool]] = {
+    "ge": operator.ge,
+    "gt": operator.gt,
+    "le": operator.le,
+    "lt": operator.lt,
+    "choices": lambda value, allowed: value in allowed,
+}
+
+
 def _within(value: Any, bounds: Mapping[str, Any]) -> bool:
-    checks = {
-        "ge": lambda bound: value >= bound,
-        "gt": lambda bound: value > bound,
-        "le": lambda bound: value <= bound,
-        "lt": lambda bound: value < bound,
-        "choices": lambda bound: value in bound,
-    }
-    return all(checks[name](bound) for name, bound in bounds.items())
+    return all(_CHECKS[name](value, bound) for name, bound in bounds.items())
 
 
 def _finite(key: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from conf.keys import Key, convert, find, get, plain, replaced
 from conf.schema import COMMAND_KEYS, Config
 from conf.validate import check_ranges, check_sweep_name, check_together, check_value
-from orchestrator.identity import cell_key
+from orchestrator.identity import Memo, cell_key
 
 # Composes the configuration from override lines, e.g. ["+sweep=smoke", "engine=vllm_0_31"].
 Compose = Callable[[list[str]], DictConfig]
@@ -83,7 +83,7 @@ def expand(
     """
     command = command or CommandLine()
     sweep = cast("dict[str, Any]", OmegaConf.to_container(cfg.sweep, resolve=True))
-    factors = [_typed(factor, command.groups) for factor in _factors(sweep, command)]
+    factors = [_typed(factor, command) for factor in _factors(sweep, command)]
     _check_axes(factors, command.groups)
     points = list(_points(factors))
     configs = _configs(cfg, compose, points, command)
@@ -91,9 +91,12 @@ def expand(
     kept = [(p, c) for p, c in zip(points, configs, strict=True) if not _excluded(p, c, rules)]
     if not kept:
         raise ValueError("sweep.exclude leaves no cell")
+    for point, config in kept:
+        check_together(config, where=_where(point))
+    memo: Memo = {}
     cells = [
-        _cell(point, config, plugin_sha256=plugin_sha256)
-        for point, config in _repeated(kept, kept[0][1].sweep)
+        _cell(point, config, key=cell_key(config, plugin_sha256=plugin_sha256, memo=memo))
+        for point, config in _repeated(kept, repeats=sweep["repeats"], sentinels=sweep["sentinels"])
     ]
     _check_distinct(cells)
     return cells
@@ -158,32 +161,37 @@ def _drop(factor: Factor, axes: Collection[str]) -> Factor:
     )
 
 
-def _typed(factor: Factor, groups: Collection[str]) -> Factor:
+def _typed(factor: Factor, command: CommandLine) -> Factor:
     columns = [
-        [_value(axis, point[position], groups) for point in factor.points]
+        [_value(axis, point[position], command) for point in factor.points]
         for position, axis in enumerate(factor.axes)
     ]
     points = tuple(zip(*columns, strict=True))
-    for position, point in enumerate(points):
-        if point in points[:position] if len(points) < 100 else False:
-            first = points.index(point)
-            raise ValueError(
-                f"sweep axis {' + '.join(factor.axes)} has the value {_shown(point)} twice, "
-                f"as items {first + 1} and {position + 1}"
-            )
+    _check_points(factor.axes, points)
     return Factor(axes=factor.axes, points=points)
 
 
-def _value(axis: str, value: Any, groups: Collection[str]) -> Any:
+def _check_points(axes: Sequence[str], points: Sequence[tuple[Any, ...]]) -> None:
+    seen: dict[str, int] = {}
+    for position, point in enumerate(points, start=1):
+        first = seen.setdefault(repr(point), position)
+        if first != position:
+            raise ValueError(
+                f"sweep axis {' + '.join(axes)} has the value {', '.join(str(plain(value)) for value in point)} "
+                f"twice, as items {first} and {position}"
+            )
+
+
+def _value(axis: str, value: Any, command: CommandLine) -> Any:
     where = f"sweep axis {axis}"
-    if axis in groups:
+    if axis in command.groups:
         if not isinstance(value, str):
             raise ValueError(f"{where} chooses options of a group by name, got {value!r}; quote it")
         return value
     key = _axis_key(axis, where=where)
     result = convert(key, value, where=where)
     check_value(key, result, where=where)
-    return result
+    return _absolute_path(result, command.cwd) if axis in _PATH_KEYS else result
 
 
 def _axis_key(axis: str, *, where: str) -> Key:
@@ -195,11 +203,12 @@ def _axis_key(axis: str, *, where: str) -> Key:
 
 def _check_axes(factors: Sequence[Factor], groups: Collection[str]) -> None:
     axes = [axis for factor in factors for axis in factor.axes]
-    for one, other in itertools.permutations(axes, 2) if len(axes) < 100 else ():
-        if one == other:
-            raise ValueError(f"{one} is an axis twice; keep one of grid and zip")
-        if other.startswith(f"{one}.") and one not in groups:
-            raise ValueError(f"the axes {one} and {other} set the same keys; keep one of them")
+    for position, axis in enumerate(axes):
+        if axis in axes[:position]:
+            raise ValueError(f"{axis} is an axis twice; keep one of grid and zip")
+        below = [other for other in axes if other.startswith(f"{axis}.") and axis not in groups]
+        if below:
+            raise ValueError(f"the axes {axis} and {below[0]} set the same keys; keep one of them")
 
 
 def _points(factors: Sequence[Factor]) -> Iterator[Point]:
@@ -215,15 +224,15 @@ def _configs(
     for point in points:
         choices = tuple(f"{axis}={value}" for axis, value in point.items() if axis in command.groups)
         if choices not in builders:
-            chosen = _compose(compose, [*command.overrides, *choices], choices) if choices else cfg
+            chosen = _compose(compose, choices, command) if choices else cfg
             values = [axis for axis in point if axis not in command.groups]
             builders[choices] = _builder(_schema(chosen), values, cwd=command.cwd)
         yield builders[choices](point)
 
 
-def _compose(compose: Compose, overrides: list[str], choices: Sequence[str]) -> DictConfig:
+def _compose(compose: Compose, choices: Sequence[str], command: CommandLine) -> DictConfig:
     try:
-        return compose(overrides)
+        return compose([*command.overrides, *choices])
     except OmegaConfBaseException as error:
         raise ValueError(f"{' '.join(choices)}: {error}") from error
 
@@ -238,7 +247,23 @@ def _builder(typed: DictConfig, axes: Sequence[str], *, cwd: Path) -> Callable[[
         return lambda point: _absolute(_resolved(typed, {axis: point[axis] for axis in axes}), cwd)
     base = _absolute(_objects(typed), cwd)
     check_ranges(base, skip=axes)
-    return lambda point: _absolute(_applied(base, {axis: point[axis] for axis in axes}), cwd)
+    sections = [
+        (name, tuple(group))
+        for name, group in itertools.groupby(sorted(axes), lambda axis: axis.split(".")[0])
+    ]
+    shared: dict[tuple[Any, ...], Any] = {}
+
+    def build(point: Point) -> Config:
+        config = base
+        for name, group in sections:
+            # Values come from one list per axis, so equal ones are the same object, and so are their sections.
+            known = (name, *(id(point[axis]) for axis in group))
+            if known not in shared:
+                shared[known] = get(_applied(base, {axis: point[axis] for axis in group}), name)
+            config = replaced(config, name, shared[known])
+        return config
+
+    return build
 
 
 def _applied(base: Config, values: Mapping[str, Any]) -> Config:
@@ -285,10 +310,12 @@ def _objects(typed: DictConfig) -> Config:
 
 def _absolute(config: Config, cwd: Path) -> Config:
     for key in _PATH_KEYS:
-        value = get(config, key)
-        if value is not None and not value.startswith("/"):
-            config = replaced(config, key, str(cwd / Path(value).expanduser()))
+        config = replaced(config, key, _absolute_path(get(config, key), cwd))
     return config
+
+
+def _absolute_path(path: str | None, cwd: Path) -> str | None:
+    return None if path is None else str(cwd / Path(path).expanduser())
 
 
 def _rule(rule: Mapping[str, Any], groups: Collection[str]) -> dict[str, list[Any]]:
@@ -312,27 +339,27 @@ def _excluded(point: Point, config: Config, rules: Sequence[Mapping[str, list[An
     )
 
 
-def _repeated(cells: Sequence[tuple[Point, Config]], sweep: Any) -> Iterator[tuple[Point, Config]]:
+def _repeated(
+    cells: Sequence[tuple[Point, Config]], *, repeats: int, sentinels: bool
+) -> Iterator[tuple[Point, Config]]:
     """Every repeat of every cell; with sentinels, the first cell once more at either end."""
     point, first = cells[0]
-    if sweep.sentinels:
+    if sentinels:
         yield point, replaced(first, "sentinel", 0)
-    for repeat in range(sweep.repeats):
+    for repeat in range(repeats):
         for axes, config in cells:
             yield axes, replaced(config, "repeat", config.repeat + repeat) if repeat else config
-    if sweep.sentinels:
+    if sentinels:
         yield point, replaced(first, "sentinel", 1)
 
 
-def _cell(point: Point, config: Config, *, plugin_sha256: str | None) -> Cell:
+def _cell(point: Point, config: Config, *, key: str) -> Cell:
     axes = {axis: plain(value) for axis, value in point.items()}
-    check_together(config, where=_where(axes))
-    key = cell_key(config, plugin_sha256=plugin_sha256)
     return Cell(config=config, axes=axes, key=key, folder=folder_name(axes, config, key=key))
 
 
-def _where(axes: Mapping[str, Any]) -> str:
-    return f"cell {', '.join(f'{axis}={value}' for axis, value in axes.items())}" if axes else ""
+def _where(point: Point) -> str:
+    return f"cell {_shown(point)}" if point else ""
 
 
 def folder_name(axes: Mapping[str, Any], config: Config, *, key: str) -> str:
@@ -354,15 +381,13 @@ def _check_distinct(cells: Sequence[Cell]) -> None:
         other = seen.setdefault(cell.key, cell)
         if other is not cell:
             raise ValueError(
-                f"two cells are the same measurement: {_shown(other.axes)} and {_shown(cell.axes)}; "
+                f"two cells are the same measurement: {{{_shown(other.axes)}}} and {{{_shown(cell.axes)}}}; "
                 "their axes differ in spelling, in paths to equal files, or in keys without effect"
             )
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{axis}={entry}" for axis, entry in value.items()) + "}"
-    return ", ".join(str(plain(entry)) for entry in value)
+def _shown(axes: Mapping[str, Any]) -> str:
+    return ", ".join(f"{axis}={plain(value)}" for axis, value in axes.items())
 
 
 def named(cells: Sequence[Cell], config: Config, *, default: str) -> tuple[list[Cell], Config]:

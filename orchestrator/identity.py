@@ -7,14 +7,19 @@ burstiness of a Poisson process). A value has one identity however it is spelled
 
 import hashlib
 import json
-from functools import cache, lru_cache
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import is_dataclass
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from conf.keys import fields_of, plain
-from conf.schema import COMMAND_KEYS, ArrivalKind, Config, Load, ModelSource
+from conf.schema import COMMAND_KEYS, ArrivalKind, Config, Load, Model, ModelSource, Workload
 
 KEY_LENGTH = 12
+
+# Texts of sections that several cells share: id → (the section, kept alive; its text). Valid while none is changed.
+Memo = dict[int, tuple[Any, str]]
 
 # How patiently and with how many hands, not what is measured.
 NO_IDENTITY = frozenset(
@@ -34,6 +39,8 @@ NO_IDENTITY = frozenset(
 )
 # Names are for people: arms under another name are still the same work.
 _NOT_WORKLOAD = frozenset({"name", "dtype"})
+# What is asked of a running engine.
+_NOT_LAUNCH = frozenset({"load", "workload", "seed"})
 # What judges and observes a run does not change what is asked of the engine.
 _NOT_ASKED = ("slo", "limits", "scrape_interval_s")
 
@@ -41,38 +48,70 @@ _NOT_ASKED = ("slo", "limits", "scrape_interval_s")
 WHOLE_MODEL_BYTES = 4 * 2**30
 _END_BYTES = 2**20
 
+_NUMBERS = (float, float | None)
+_SCALARS = (int, int | None, str, str | None, bool)
 
-def cell_key(config: Config, *, plugin_sha256: str | None = None) -> str:
+
+def cell_key(config: Config, *, plugin_sha256: str | None = None, memo: Memo | None = None) -> str:
     """The cell's identity: 12 hexadecimal digits."""
-    return _digest({"cell": identity(config), "plugin": plugin_sha256, "metrics": metrics_version()})
+    return _digest(
+        [f"plugin={plugin_sha256}", f"metrics={metrics_version()}", *_texts(config, memo=memo).values()]
+    )
 
 
-def launch_key(config: Config) -> str:
+def launch_key(config: Config, *, memo: Memo | None = None) -> str:
     """What the engine sees, plus repeat and sentinel (each is a launch of its own)."""
-    seen = {name: part for name, part in identity(config).items() if name not in {"load", "workload", "seed"}}
-    return _digest({"launch": seen})
+    texts = _texts(config, memo=memo)
+    return _digest(["launch", *(text for name, text in texts.items() if name not in _NOT_LAUNCH)])
 
 
 def workload_hash(config: Config) -> str:
     """What compared cells must share: prompts, lengths, arrivals, seed, repeat, the model that is asked."""
-    whole = identity(config)
     asked = {
-        "workload": _without(whole["workload"], _NOT_WORKLOAD),
-        "load": _without(whole["load"], _NOT_ASKED),
-        "model": _without(whole["model"], _NOT_WORKLOAD),
-        "seed": whole["seed"],
-        "repeat": whole["repeat"],
+        "workload": _without(_section("workload", config.workload), _NOT_WORKLOAD),
+        "load": _without(_section("load", config.load), _NOT_ASKED),
+        "model": _without(_section("model", config.model), _NOT_WORKLOAD),
+        "seed": config.seed,
+        "repeat": config.repeat,
     }
-    return _digest({"workload": asked})
+    return _digest(["workload", _canonical(asked)])
 
 
 def identity(config: Config) -> dict[str, Any]:
     """The part of a configuration that affects the measurement, with the hashes of the files it names."""
-    result: dict[str, Any] = _typed(config, "")
-    result["model"]["sha256"] = _model_sha256(config)
-    result["workload"]["sha256"] = _file_sha256(config.workload.path)
-    result["load"]["trace"]["sha256"] = _file_sha256(config.load.trace.path)
-    result["load"] = _without(result["load"], _without_effect(config.load))
+    return {name: _section(name, getattr(config, name)) for name in _parts()}
+
+
+def _texts(config: Config, *, memo: Memo | None) -> dict[str, str]:
+    """Canonical JSON of every part of the identity; texts of shared sections are taken from the memo."""
+    memo = {} if memo is None else memo
+    return {name: _text(name, getattr(config, name), memo) for name in _parts()}
+
+
+def _text(name: str, value: Any, memo: Memo) -> str:
+    if not is_dataclass(value):
+        return f"{name}={_canonical(value)}"
+    if id(value) not in memo:
+        memo[id(value)] = (value, f"{name}={_canonical(_section(name, value))}")
+    return memo[id(value)][1]
+
+
+@cache
+def _parts() -> tuple[str, ...]:
+    return tuple(name for name in fields_of(Config) if name not in NO_IDENTITY)
+
+
+def _section(name: str, value: Any) -> Any:
+    if not is_dataclass(value):
+        return value
+    result = _typed(value, f"{name}.")
+    if isinstance(value, Model):
+        result["sha256"] = _model_sha256(value)
+    if isinstance(value, Workload):
+        result["sha256"] = _file_sha256(value.path)
+    if isinstance(value, Load):
+        result["trace"]["sha256"] = _file_sha256(value.trace.path)
+        result = _without(result, _without_effect(value))
     return result
 
 
@@ -96,24 +135,30 @@ def metrics_version() -> str:
 def _typed(section: Any, prefix: str) -> dict[str, Any]:
     """A section as plain data; numbers take the type the schema declares, whatever the caller assigned."""
     return {
-        name: _typed(getattr(section, name), f"{prefix}{name}.") if kind == "section"
-        else _number(getattr(section, name)) if kind == "float"
-        else plain(getattr(section, name))
-        for name, kind in _layout(type(section), prefix)
-    }  # fmt: skip
+        name: read(getattr(section, name)) for name, read in _readers(cast("Hashable", type(section)), prefix)
+    }
 
 
 @cache
-def _layout(section: type, prefix: str) -> tuple[tuple[str, str], ...]:
-    kinds = []
-    for name, (annotation, _) in fields_of(section).items():
-        if prefix + name in NO_IDENTITY:
-            continue
-        if hasattr(annotation, "__dataclass_fields__"):
-            kinds.append((name, "section"))
-        else:
-            kinds.append((name, "float" if annotation in {float, float | None} else "other"))
-    return tuple(kinds)
+def _readers(section: Any, prefix: str) -> tuple[tuple[str, Callable[[Any], Any]], ...]:
+    """How each field of a section that belongs to the identity becomes plain data."""
+    return tuple(
+        (name, _reader(annotation, f"{prefix}{name}."))
+        for name, (annotation, _) in fields_of(section).items()
+        if prefix + name not in NO_IDENTITY
+    )
+
+
+def _reader(annotation: Any, prefix: str) -> Callable[[Any], Any]:
+    if is_dataclass(annotation):
+        return partial(_typed, prefix=prefix)
+    if annotation in _NUMBERS:
+        return _number
+    return _same if annotation in _SCALARS else plain
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _number(value: float | None) -> float | None:
@@ -127,13 +172,16 @@ def _without_effect(load: Load) -> tuple[str, ...]:
     return ("trace",) if load.arrival is ArrivalKind.gamma else ("trace", "burstiness")
 
 
-def _without(mapping: dict[str, Any], names: Any) -> dict[str, Any]:
+def _without(mapping: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in mapping.items() if name not in names}
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:KEY_LENGTH]
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:KEY_LENGTH]
 
 
 def _file_sha256(path: str | None) -> str | None:
@@ -149,11 +197,11 @@ def _hash_file(path: str, size: int, mtime_ns: int) -> str:  # noqa: ARG001 - si
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _model_sha256(config: Config) -> str | None:
+def _model_sha256(model: Model) -> str | None:
     """The bytes of a local model folder; a folder that only exists on other nodes is known by its path."""
-    if config.model.source is not ModelSource.path or config.model.path is None:
+    if model.source is not ModelSource.path or model.path is None:
         return None
-    root = Path(config.model.path)
+    root = Path(model.path)
     if not root.is_dir():
         return hashlib.sha256(str(root).encode()).hexdigest()
     files = sorted(path for path in root.rglob("*") if path.is_file())
