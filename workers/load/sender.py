@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from workers.load.deadline import Deadline
 from workers.load.stream import ResponseScanner
@@ -37,7 +38,7 @@ class Flight:
     due_ns: int
     payload: bytes  # the whole HTTP request
     queued_ns: int | None = None
-    started_ns: int | None = None  # handed to a connection, or to one being opened
+    expires_ns: int = 0  # when its time is over; set at its start
     sent_ns: int | None = None
     closed_ns: int | None = None
     error: str | None = None
@@ -175,7 +176,7 @@ class Sender:
     def _start(self, flight: Flight) -> None:
         self._active += 1
         self.num_sent += 1
-        flight.started_ns = _now()
+        flight.expires_ns = _now() + self._timeout_ns
         self._started.append(flight)
         if self._idle:
             connection = self._idle.pop()
@@ -252,9 +253,7 @@ class Sender:
 
     def _time_out(self, now: int) -> None:
         started = self._started
-        while started and (
-            started[0].closed_ns is not None or _started(started[0]) + self._timeout_ns <= now
-        ):
+        while started and (started[0].closed_ns is not None or started[0].expires_ns <= now):
             flight = started.popleft()
             if flight.closed_ns is not None:
                 continue
@@ -282,8 +281,7 @@ class _Connection(asyncio.Protocol):
         self._chunked = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)
         self._fd = transport.get_extra_info("socket").fileno()
 
     def send(self, flight: Flight) -> None:
@@ -350,11 +348,6 @@ class _Connection(asyncio.Protocol):
         else:
             self._transport.close()
         self._sender.finish(flight, error=None)
-
-
-def _started(flight: Flight) -> int:
-    assert flight.started_ns is not None
-    return flight.started_ns
 
 
 def _cpu_s() -> float:
