@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +119,9 @@ def arrivals_sha256(requests: Iterable[Request]) -> str:
 
 def write_arrivals(path: Path, requests: Iterable[Request]) -> None:
     """Write requests to a Parquet file (zstd)."""
-    rows = [asdict(request) for request in requests]
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path, compression="zstd")
+    rows = list(requests)
+    columns = {name: [getattr(request, name) for request in rows] for name in SCHEMA.names}
+    pq.write_table(pa.table(columns, schema=SCHEMA), path, compression="zstd")
 
 
 def read_arrivals(path: Path) -> list[Request]:
