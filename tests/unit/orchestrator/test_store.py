@@ -2,38 +2,17 @@
 
 import json
 import math
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from fakes.cells import FakeCell, fake_config
 from omegaconf import OmegaConf
 
-from conf.schema import Config, Engine, HardwareKind, Load, Model, Sweep, Workload
+from conf.schema import Config, HardwareKind, Load, Sweep
 from orchestrator import store
 from orchestrator.paths import CellPaths, SweepPaths
-
-
-def config(**values: Any) -> Config:
-    base = {
-        "engine": Engine(name="vllm_0_32", version="0.32.0"),
-        "model": Model(name="m"),
-        "workload": Workload(name="w"),
-        "sweep": Sweep(name="s", grid={"kv": {"dtype": ["auto", "fp8"]}}),
-    }
-    return Config(**(base | values))
-
-
-@dataclass(frozen=True)
-class FakeCell:
-    key: str
-    config: Config = field(default_factory=config)
-    axes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def folder(self) -> str:
-        return f"cell-{self.key}"
 
 
 def strict(text: str) -> Any:
@@ -147,14 +126,14 @@ def test_counts_tell_valid_invalid_failed_and_not_started(tmp_path):
 
 def test_cell_file_gives_the_same_typed_configuration_back(cell):
     """Enum members by name, infinity as a float, versions as text, nothing about how the command ran."""
-    original = config(load=Load(rate_per_s=math.inf), runs_dir="/elsewhere", retries=7)
+    original = fake_config(load=Load(rate_per_s=math.inf), runs_dir="/elsewhere", retries=7)
     store.write_cell(cell, FakeCell("a", config=original))
     plain = store.read_cell(cell.cell_yaml)
     assert plain["hardware"]["kind"] == "cpu"
     assert plain["engine"]["version"] == "0.32.0"
     assert not {"sweep", "tracking", "runs_dir", "retries", "from_file"} & set(plain)
     again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(cell.cell_yaml)))
-    assert again == config(load=Load(rate_per_s=math.inf), sweep=Sweep())
+    assert again == fake_config(load=Load(rate_per_s=math.inf), sweep=Sweep())
 
 
 def test_earlier_attempts_are_kept_whole(cell):
@@ -191,7 +170,7 @@ def test_sweep_files_keep_the_launches_of_every_command(tmp_path):
     cells = [FakeCell("a", axes={"load.rate_per_s": math.inf}), FakeCell("b")]
     launch = SimpleNamespace(key="l", cells=cells)
     for launches in ([launch], [], [launch]):
-        store.write_sweep(paths, cells=cells, config=config(), plan=SimpleNamespace(launches=launches))
+        store.write_sweep(paths, cells=cells, config=fake_config(), plan=SimpleNamespace(launches=launches))
     plan = store.read_json(paths.plan_json)
     assert plan["cells"][0] == {"key": "a", "folder": "cell-a", "axes": {"load.rate_per_s": math.inf}}
     assert [command["launches"] for command in plan["commands"]] == [[{"key": "l", "cells": ["a", "b"]}]] * 2
