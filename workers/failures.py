@@ -18,6 +18,19 @@ ENVIRONMENT_BROKEN = re.compile(
     re.MULTILINE,
 )
 
+ANY_ERROR = re.compile(
+    r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:[\w.]+\.)?\w*(?:Error|Exception): ", re.MULTILINE
+)
+PREFIX = re.compile(r"^(?:\([^)]*\) )?(?:[A-Z]+ [^\]]*\] )?")
+LONGEST_REASON = 400
+
+PATTERNS = {
+    "does_not_fit": DOES_NOT_FIT,
+    "device_busy": DEVICE_BUSY,
+    "port_taken": PORT_TAKEN,
+    "environment_broken": ENVIRONMENT_BROKEN,
+}
+
 REMEDIES = {
     "does_not_fit": "ask for less: kv.memory_bytes must hold one request of engine.max_model_len tokens, and weights plus cache the device",
     "device_busy": "another process holds the device's memory; wait for it or end it",
@@ -46,3 +59,16 @@ def classify_failure(log_text: str, *, exit_code: int | None, timed_out: bool) -
     if exit_code not in {None, 0} and ENVIRONMENT_BROKEN.search(log_text):
         return "environment_broken"
     return "start_timeout" if timed_out else "died"
+
+
+def failure_reason(log_text: str, *, cause: str) -> str | None:
+    """The log line that stands for the cause, without the engine's prefix; None if there is none.
+
+    Engines print the reason first and then long consequences, so the first such line counts, not the last.
+    """
+    found = PATTERNS.get(cause, ANY_ERROR).search(log_text)
+    if found is None:
+        return None
+    start = log_text.rfind("\n", 0, found.start() + 1) + 1
+    line = log_text[start:].partition("\n")[0]
+    return PREFIX.sub("", line)[:LONGEST_REASON].strip()

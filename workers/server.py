@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from workers import processes, supervise
 from workers.errors import EngineDiedError, EngineStartError, ServelabError
-from workers.failures import REMEDIES, classify_failure
+from workers.failures import REMEDIES, classify_failure, failure_reason
 from workers.http_call import Answer, Target, call
 from workers.ports import PortLease, lease_ports
 
@@ -287,7 +287,8 @@ class Server:
     def _failure(self, what: str, *, timed_out: bool) -> EngineStartError:
         text = read_log(self.log_path, offset=self._log_offset)
         cause = classify_failure(text, exit_code=None if timed_out else self.exit_code, timed_out=timed_out)
-        return self._start_error(cause, what)
+        reason = failure_reason(text, cause=cause)
+        return self._start_error(cause, what if reason is None else f"{what}: {reason!r}")
 
     def _start_error(self, cause: str, what: str) -> EngineStartError:
         return EngineStartError(

@@ -76,7 +76,7 @@ def test_a_model_that_cannot_fit_fails_at_once(tmp_path):
     assert error.cause == "does_not_fit"
     assert not error.retryable
     assert error.log_tail.splitlines() == [*(f"line {i}" for i in range(21, 40)), text]
-    assert "ended with code 1" in str(error)
+    assert f"ended with code 1 before it was ready: '{text}'" in str(error)
     assert str(tmp_path / "server.log") in str(error)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from workers.failures import REMEDIES, classify_failure
+from workers.failures import REMEDIES, classify_failure, failure_reason
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n'
 
@@ -88,3 +88,23 @@ def test_every_class_has_a_remedy():
     """A message always says what to do."""
     causes = {"does_not_fit", "device_busy", "start_timeout", "died", "port_taken", "environment_broken"}
     assert causes <= set(REMEDIES)
+
+
+def test_the_reason_is_the_first_line_of_its_class():
+    """Pages of consequences follow; the prefix of the process is cut off."""
+    text = (
+        "INFO start\n"
+        "(EngineCore pid=7) ERROR 11-30 22:08:42 [core.py:1] ValueError: No available memory for the cache blocks. Try\n"
+        "(APIServer pid=3) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert (
+        failure_reason(text, cause="does_not_fit")
+        == "ValueError: No available memory for the cache blocks. Try"
+    )
+    assert failure_reason(text, cause="died").startswith("ValueError: No available")
+
+
+def test_without_an_error_line_there_is_no_reason():
+    """Nothing is made up."""
+    assert failure_reason("INFO start\nKilled\n", cause="died") is None
+    assert failure_reason("", cause="start_timeout") is None
