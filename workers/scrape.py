@@ -10,16 +10,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from workers import prometheus
 from workers.families import Family
-from workers.http_get import HttpGetError, http_get
+from workers.http_call import Target, call
 from workers.prometheus import Sample, ServerWindow
 from workers.telemetry import HostSampler
+
+HTTP_OK = 200
+SNAPSHOT_TIMEOUT_S = 10.0
 
 SCHEMA = pa.schema(
     [
@@ -55,6 +58,10 @@ class Row:
     value: float
 
 
+class _RefusedError(OSError):
+    """The server answered, with another status than 200."""
+
+
 class Scraper:
     """Samples one server until told to stop; all stamps are ``time.perf_counter_ns``."""
 
@@ -67,7 +74,9 @@ class Scraper:
         host: HostSampler | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self._url = base_url.rstrip("/") + family.routes["metrics"]
+        parts = urlsplit(base_url)
+        self._host_name, self._port = parts.hostname or "", parts.port or 80
+        self._path = family.routes["metrics"]
         self._family = family
         self._interval_s = interval_s
         self._host = host
@@ -77,7 +86,7 @@ class Scraper:
         ]
         names = [*(n for names in family.gauges.values() for n in names), *counters]
         self._keep = prometheus.keep_lines(names)
-        self._selected_url: str | None = f"{self._url}/?" + "&".join(
+        self._selected_path: str | None = f"{self._path}/?" + "&".join(
             f"name[]={quote(name)}" for name in names
         )
         self._bodies: list[tuple[int, bytes]] = []
@@ -88,9 +97,9 @@ class Scraper:
         """One whole scrape now, for the two ends of a window."""
         t_ns = self._clock_ns()
         try:
-            body = await http_get(self._url)
-        except HttpGetError as error:
-            return Snapshot(t_ns=t_ns, text=None, error=str(error))
+            body = await self._get(self._path, timeout_s=SNAPSHOT_TIMEOUT_S)
+        except OSError as error:
+            return Snapshot(t_ns=t_ns, text=None, error=str(error) or type(error).__name__)
         return Snapshot(t_ns=t_ns, text=body.decode("utf-8", "replace"))
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -111,7 +120,7 @@ class Scraper:
             self._host_samples.append((t_ns, self._host.sample()))
         try:
             body = await self._selected()
-        except HttpGetError:
+        except OSError:
             self.failed += 1
             return
         self._bodies.append((t_ns, self._keep(body)))
@@ -119,15 +128,20 @@ class Scraper:
     async def _selected(self) -> bytes:
         """The needed names; everything from a server that has no route to select them."""
         timeout_s = max(1.0, self._interval_s)
-        if self._selected_url is None:
-            return await http_get(self._url, timeout_s=timeout_s)
+        if self._selected_path is None:
+            return await self._get(self._path, timeout_s=timeout_s)
         try:
-            return await http_get(self._selected_url, timeout_s=timeout_s)
-        except HttpGetError as error:
-            if error.status is None:
-                raise
-            self._selected_url = None
-            return await http_get(self._url, timeout_s=timeout_s)
+            return await self._get(self._selected_path, timeout_s=timeout_s)
+        except _RefusedError:
+            self._selected_path = None
+            return await self._get(self._path, timeout_s=timeout_s)
+
+    async def _get(self, path: str, *, timeout_s: float) -> bytes:
+        target = Target(host=self._host_name, port=self._port, method="GET", path=path)
+        answer = await call(target, timeout_s=timeout_s)
+        if answer.status != HTTP_OK:
+            raise _RefusedError(f"{target}: status {answer.status}")
+        return answer.body
 
     def rows(self, *, start_ns: int) -> list[Row]:
         """The series so far: gauges per engine summed, shares as maximum and mean, counters as they stand."""

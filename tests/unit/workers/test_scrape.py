@@ -6,7 +6,7 @@ import pytest
 
 from workers import scrape
 from workers.families import FAMILIES
-from workers.http_get import HttpGetError
+from workers.http_call import Answer
 from workers.prometheus import HistogramDelta, ServerWindow
 from workers.scrape import Row, Scraper, Snapshot
 
@@ -18,18 +18,22 @@ TEXT = (
 
 
 class Answers:
-    """Stands in for the HTTP GET: one scripted answer per call, and the URLs it was asked for."""
+    """Stands in for the HTTP call: one scripted answer per call (text, status or error), and the paths asked for."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
-        self.urls = []
+        self.paths = []
 
-    async def __call__(self, url, *, timeout_s=5.0):
-        self.urls.append(url)
+    async def __call__(self, target, *, timeout_s):
+        self.paths.append(target.path)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        return answer.encode()
+        return (
+            Answer(status=answer, body=b"")
+            if isinstance(answer, int)
+            else Answer(status=200, body=answer.encode())
+        )
 
 
 def run(scraper: Scraper, *, samples: int) -> None:
@@ -41,7 +45,7 @@ def run(scraper: Scraper, *, samples: int) -> None:
 
 
 def scraper(monkeypatch, answers: Answers, **options) -> Scraper:
-    monkeypatch.setattr(scrape, "http_get", answers)
+    monkeypatch.setattr(scrape, "call", answers)
     ticks = iter(range(1_000, 10_000, 1_000))
     return Scraper("http://h:1/", family=V1, interval_s=0.5, clock_ns=lambda: next(ticks), **options)
 
@@ -60,7 +64,7 @@ def test_rows_are_long_format_on_the_clock_of_the_run(monkeypatch):
 
 def test_a_failed_scrape_is_a_counted_gap(monkeypatch):
     """Three scrapes of which one fails give two points, never a zero."""
-    sampler = scraper(monkeypatch, Answers(TEXT, HttpGetError("no answer"), TEXT))
+    sampler = scraper(monkeypatch, Answers(TEXT, TimeoutError("no answer"), TEXT))
     run(sampler, samples=3)
     running = [row.t_ns for row in sampler.rows(start_ns=0) if row.name == "running"]
     assert running == [1_000, 3_000]
@@ -70,14 +74,14 @@ def test_a_failed_scrape_is_a_counted_gap(monkeypatch):
 def test_only_the_needed_names_are_asked_for(monkeypatch):
     answers = Answers(TEXT)
     run(scraper(monkeypatch, answers), samples=1)
-    assert answers.urls[0].startswith("http://h:1/metrics/?name[]=vllm%3Anum_requests_running&")
+    assert answers.paths[0].startswith("/metrics/?name[]=vllm%3Anum_requests_running&")
 
 
 def test_a_server_that_cannot_select_is_asked_for_everything(monkeypatch):
-    answers = Answers(HttpGetError("status 404", status=404), TEXT, TEXT)
+    answers = Answers(404, TEXT, TEXT)
     sampler = scraper(monkeypatch, answers)
     run(sampler, samples=2)
-    assert answers.urls[1:] == ["http://h:1/metrics"] * 2
+    assert answers.paths[1:] == ["/metrics"] * 2
     assert sampler.failed == 0
 
 
@@ -105,9 +109,9 @@ def test_run_stops_when_told(monkeypatch):
 
 
 def test_a_failed_snapshot_has_no_text_and_says_why(monkeypatch):
-    sampler = scraper(monkeypatch, Answers(HttpGetError("GET: refused")))
+    sampler = scraper(monkeypatch, Answers(ConnectionRefusedError("refused")))
     snapshot = asyncio.run(sampler.snapshot())
-    assert snapshot == Snapshot(t_ns=1_000, text=None, error="GET: refused")
+    assert snapshot == Snapshot(t_ns=1_000, text=None, error="refused")
     assert snapshot.samples == []
 
 
