@@ -174,13 +174,12 @@ def _sparsity(config: Config) -> Iterator[str]:
 
 
 def _lengths(config: Config) -> Iterator[str]:
-    yield from _length("workload.input", config.workload.input)
-    yield from _length("workload.output", config.workload.output)
-    kinds = (config.workload.input.kind, config.workload.output.kind)
-    if LengthKind.trace in kinds and config.load.arrival is not ArrivalKind.trace:
-        yield (
-            "workload lengths of kind trace need load.arrival=trace, got "
-            f"{config.load.arrival.name}; add load=trace_azure or load=trace_mooncake"
+    workload = config.workload
+    yield from _length("workload.input", workload.input)
+    yield from _length("workload.output", workload.output)
+    if LengthKind.trace in (workload.input.kind, workload.output.kind):
+        yield from _file(
+            "load.trace.path", config.load.trace.path, needed_by="workload lengths of kind trace"
         )
 
 
@@ -188,7 +187,7 @@ def _length(key: str, length: Length) -> Iterator[str]:
     needed = {
         LengthKind.fixed: ("value",),
         LengthKind.uniform: ("min", "max"),
-        LengthKind.lognormal: ("value", "sigma", "min", "max"),
+        LengthKind.lognormal: ("value", "sigma"),
         LengthKind.trace: (),
     }[length.kind]
     for name in needed:
@@ -196,12 +195,13 @@ def _length(key: str, length: Length) -> Iterator[str]:
             yield f"{key}.{name} is needed by {key}.kind={length.kind.name}, got null"
     if length.min is not None and length.max is not None and length.min > length.max:
         yield f"{key}.min must be <= {key}.max ({length.max}), got {length.min}"
-    if length.kind is LengthKind.lognormal and not length.min <= length.value <= length.max:  # type: ignore[operator]
-        yield f"{key}.value, the median, must be within {length.min}-{length.max}, got {length.value}"
+    low, high = length.min or 1, length.max or math.inf
+    if length.kind is LengthKind.lognormal and not low <= (length.value or low) <= high:
+        yield f"{key}.value, the median, must be within {low} to {high}, got {length.value}"
 
 
 def bounds(length: Length) -> tuple[int | None, int | None]:
-    """Smallest and largest token count a length can draw; ``None`` where a trace decides."""
+    """Smallest and largest token count a length can draw; ``None`` where that is not known before."""
     if length.kind is LengthKind.fixed:
         return length.value, length.value
     if length.kind is LengthKind.trace:
@@ -229,10 +229,12 @@ def _fits(config: Config) -> Iterator[str]:
             f"workload.input + workload.output can reach {longest + output} tokens, over "
             f"engine.max_model_len={room}; shorten them or raise it"
         )
-    if shortest is not None and workload.shared_prefix_tokens > shortest:
+    prefix = workload.shared_prefix_tokens
+    if prefix and workload.prompts is not PromptSource.random:
+        yield f"workload.shared_prefix_tokens needs workload.prompts=random, got {workload.prompts.name}"
+    if shortest is not None and prefix and prefix >= shortest:
         yield (
-            f"workload.shared_prefix_tokens must be <= the shortest input ({shortest} tokens), "
-            f"got {workload.shared_prefix_tokens}"
+            f"workload.shared_prefix_tokens must be < the shortest input ({shortest} tokens), got {prefix}"
         )
 
 

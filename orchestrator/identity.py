@@ -169,7 +169,7 @@ def _number(value: float | None) -> float | None:
 def _without_effect(load: Load) -> tuple[str, ...]:
     if load.arrival is ArrivalKind.trace:
         return ("rate_per_s", "burstiness")
-    return ("trace",) if load.arrival is ArrivalKind.gamma else ("trace", "burstiness")
+    return () if load.arrival is ArrivalKind.gamma else ("burstiness",)
 
 
 def _without(mapping: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
