@@ -4,7 +4,6 @@ A sweep or a single cell runs, ``dry_run=true`` prints its plan, ``from_file=`` 
 rebuilds the tracking store from disk. Whatever is wrong with what was written is one message and exit code 2.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any, cast
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override
 from hydra.errors import HydraException
@@ -24,23 +22,19 @@ from omegaconf.errors import OmegaConfBaseException
 
 import conf
 from conf.schema import COMMAND_KEYS, Config
-from orchestrator.expand import CommandLine, base_config, expand, flatten, named
+from orchestrator.expand import Cell, CommandLine, base_config, expand, flatten, named
 
 CONFIG_DIR = Path(conf.__file__).resolve().parent
 CONFIG_NAME = "config"
 EXIT_USAGE = 2
 
-# A configuration given by --config-name lacks our own hydra settings: leave no outputs folder, log nothing.
-_QUIET = (
-    "hydra.output_subdir=null",
-    "hydra.run.dir=.",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-)
 _MULTIRUN_HINT = (
     "-m (multirun) is not used here: a sweep is one command that shares engines between its cells. "
     "Use +sweep=NAME, or give an axis as key=a,b,c or sweep.grid.key=[a,b,c]"
 )
+
+# What is left to do once everything that was written has been read; returns the exit code.
+Todo = Callable[[], int]
 
 
 class UsageError(ValueError):
@@ -49,12 +43,12 @@ class UsageError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The command line, with ``key=a,b`` taken out as axes."""
+    """The command line; ``key=a,b`` is taken out of the overrides, as an axis."""
 
-    argv: tuple[str, ...]  # what Hydra gets
+    overrides: tuple[str, ...]
     axes: Mapping[str, Sequence[Any]]
-    config_name: str | None
-    runs: bool  # False: help, completion and the like, which Hydra answers by itself
+    config_name: str = CONFIG_NAME
+    config_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,29 +72,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     ConfigStore.instance().store(name="schema", node=Config)
+    if _answered_by_hydra(argv):
+        hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=CONFIG_NAME)(_nothing)()
+        return 0
     arguments = parse(argv)
-    todo = _hydra(arguments, _prepare)
-    return todo() if todo is not None else 0
+    with _hydra(arguments):
+        todo = _prepare(_composed(arguments))
+    return todo()
+
+
+def _answered_by_hydra(argv: Sequence[str]) -> bool:
+    """Help, tab completion and printed configurations are Hydra's own."""
+    args = get_args_parser().parse_args(argv)
+    return bool(args.help or args.hydra_help or args.shell_completion or args.cfg or args.info)
+
+
+def _nothing(_: DictConfig) -> None:
+    """The task of a command that only prints."""
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Read the command line before Hydra does.
+    """Read the command line.
 
     Raises:
-        UsageError: multirun, or an override that cannot be read; the message names it.
+        UsageError: multirun, a flag that has no use here, or an override that cannot be read; named.
     """
-    args = get_args_parser().parse_args(list(argv))
+    args = get_args_parser().parse_args(argv)
     if args.multirun:
         raise UsageError(_MULTIRUN_HINT)
-    runs = not (args.help or args.hydra_help or args.shell_completion or args.cfg or args.info)
-    axes = _axes(args.overrides) if runs else {}
-    quiet = _QUIET if args.config_name not in {None, CONFIG_NAME} else ()
-    left = [word for word in argv if word not in axes]
+    if args.config_path or args.package or args.resolve or args.experimental_rerun:
+        raise UsageError(
+            "of Hydra's flags only --config-dir, --config-name, --cfg, --info and -sc are used here"
+        )
+    config_dir = None if args.config_dir is None else Path(args.config_dir).absolute()
+    if config_dir is not None and not config_dir.is_dir():
+        raise UsageError(f"--config-dir must be an existing folder, got {str(config_dir)!r}")
+    axes = _axes(args.overrides)
     return Arguments(
-        argv=(*left, *quiet),
+        overrides=tuple(text for text in args.overrides if text not in axes),
         axes={override.key_or_group: _choices(override) for override in axes.values()},
-        config_name=args.config_name,
-        runs=runs,
+        config_name=args.config_name or CONFIG_NAME,
+        config_dir=config_dir,
     )
 
 
@@ -132,74 +144,42 @@ def _choices(override: Override) -> list[Any]:
     return [Override._convert_value(value) for value in values]  # noqa: SLF001 - the parser's own unquoting
 
 
-def _hydra(
-    arguments: Arguments, prepare: Callable[[Composed], Callable[[], int]]
-) -> Callable[[], int] | None:
-    """Let Hydra compose (or answer --help and the like); what is to be done then runs outside of Hydra."""
-    todo: list[Callable[[], int]] = []
-
-    def task(cfg: DictConfig) -> None:
-        try:
-            todo.append(prepare(_composed(cfg, arguments)))
-        except (ValueError, HydraException, OmegaConfBaseException) as error:
-            todo.append(_raiser(error))
-
-    run = hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=CONFIG_NAME)(task)
-    with _exceptions_raised(), _argv(arguments.argv):
-        run()
-    return todo[0] if todo else None
-
-
-def _raiser(error: Exception) -> Callable[[], int]:
-    def fail() -> int:
-        raise error
-
-    return fail
-
-
 @contextmanager
-def _exceptions_raised() -> Iterator[None]:
-    """Make Hydra raise instead of printing its own report and leaving the process."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
+def _hydra(arguments: Arguments) -> Iterator[None]:
+    """Hydra's search path: the user's folder before ours."""
+    folder = arguments.config_dir or CONFIG_DIR
+    with hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="servelab"):
         yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = before
 
 
-@contextmanager
-def _argv(words: Sequence[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = [before[0], *words]
-    try:
-        yield
-    finally:
-        sys.argv = before
+def _composed(arguments: Arguments) -> Composed:
+    ours = [] if arguments.config_dir is None else [f"hydra.searchpath=['file://{CONFIG_DIR}']"]
 
+    def compose(lines: Sequence[str]) -> DictConfig:
+        return hydra.compose(arguments.config_name, [*lines, *ours], return_hydra_config=True)
 
-def _composed(cfg: DictConfig, arguments: Arguments) -> Composed:
-    settings = HydraConfig.get()
-    overrides = tuple(settings.overrides.task)
-    choices = settings.runtime.choices
-    groups = frozenset(group for group in choices if not group.startswith("hydra") and group != "sweep")
-    parsed = [_parsed(text) for text in overrides]
-    config_name = arguments.config_name or CONFIG_NAME
+    cfg = compose(arguments.overrides)
+    choices = cfg.hydra.runtime.choices
+    parsed = [_parsed(text) for text in arguments.overrides]
+    command = CommandLine(
+        overrides=arguments.overrides,
+        keys=frozenset(key for override in parsed for key in _keys(override)),
+        axes=arguments.axes,
+        groups=frozenset(group for group in choices if not group.startswith("hydra") and group != "sweep"),
+        cwd=Path.cwd(),
+    )
     return Composed(
-        cfg=cfg,
-        command=CommandLine(
-            overrides=overrides,
-            keys=frozenset(key for override in parsed for key in _keys(override)),
-            axes=arguments.axes,
-            groups=groups,
-            cwd=Path(settings.runtime.cwd),
-        ),
-        compose=lambda lines: hydra.compose(config_name, overrides=lines),
+        cfg=_ours(cfg),
+        command=command,
+        compose=lambda lines: _ours(compose(lines)),
         sweep_option=choices.get("sweep"),
     )
+
+
+def _ours(cfg: DictConfig) -> DictConfig:
+    with open_dict(cfg):
+        cfg.pop("hydra")
+    return cfg
 
 
 def _keys(override: Override) -> list[str]:
@@ -210,7 +190,7 @@ def _keys(override: Override) -> list[str]:
     return [override.key_or_group]
 
 
-def _prepare(composed: Composed) -> Callable[[], int]:
+def _prepare(composed: Composed) -> Todo:
     """Everything that can be wrong with what the user wrote, and then what to do."""
     config = base_config(composed.cfg, cwd=composed.command.cwd)
     if config.from_file is not None and config.relog is not None:
@@ -222,7 +202,7 @@ def _prepare(composed: Composed) -> Callable[[], int]:
     return _sweep(composed, config)
 
 
-def _sweep(composed: Composed, config: Config) -> Callable[[], int]:
+def _sweep(composed: Composed, config: Config) -> Todo:
     cells = expand(composed.cfg, composed.compose, command=composed.command)
     default = composed.sweep_option or ("adhoc" if len(cells) > 1 else "single")
     cells, config = named(cells, config, default=default)
@@ -237,7 +217,7 @@ def _sweep(composed: Composed, config: Config) -> Callable[[], int]:
     return run
 
 
-def _dry_run(cells: Sequence[Any], config: Config) -> int:
+def _dry_run(cells: Sequence[Cell], config: Config) -> int:
     from rich.console import Console
 
     from orchestrator.plan import plan, render
@@ -257,7 +237,7 @@ def _dry_run(cells: Sequence[Any], config: Config) -> int:
     return 0
 
 
-def _relog(config: Config, cwd: Path) -> Callable[[], int]:
+def _relog(config: Config, cwd: Path) -> Todo:
     folder = cwd / Path(str(config.relog)).expanduser()
     if not folder.is_dir():
         raise UsageError(f"relog must be an existing folder of runs, got {str(folder)!r}")
@@ -270,7 +250,7 @@ def _relog(config: Config, cwd: Path) -> Callable[[], int]:
     return run
 
 
-def _rerun(composed: Composed, config: Config) -> Callable[[], int]:
+def _rerun(composed: Composed, config: Config) -> Todo:
     path = composed.command.cwd / Path(str(config.from_file)).expanduser()
     cfg = stored_cell(path, composed)
     command = replace(composed.command, axes={}, overrides=(), keys=frozenset(), groups=frozenset())

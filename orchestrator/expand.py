@@ -297,6 +297,8 @@ def _interpolations(tree: Any) -> Iterator[str]:
 
 def _schema(cfg: DictConfig) -> DictConfig:
     """The configuration under the typed schema, which a file given with ``--config-name`` has not met yet."""
+    if OmegaConf.get_type(cfg) is Config:
+        return cfg
     return cast("DictConfig", OmegaConf.merge(OmegaConf.structured(Config), cfg))
 
 
