@@ -81,6 +81,8 @@ class ClientStats:
     """What the generator knows about itself; over several processes the worst one counts."""
 
     cpu_share: float  # CPU time of a process / wall time of the window
+    cpu_s: float  # CPU time of the window, over all processes
+    after_cpu_s: float  # CPU time spent afterwards on parsing and writing, over all processes
     loop_delay_ms: dict[str, float]  # p50, p99, max: how late a 10 ms timer was served
     peak_open_streams: int  # requests sent and not yet answered, over all processes
     num_connections: int
@@ -170,6 +172,8 @@ def merge_stats(stats: Sequence[ClientStats], records: Sequence[Record]) -> Clie
     """One row for all processes: the worst share and delays, sums of counts, the peak from the records."""
     return ClientStats(
         cpu_share=max(one.cpu_share for one in stats),
+        cpu_s=sum(one.cpu_s for one in stats),
+        after_cpu_s=sum(one.after_cpu_s for one in stats),
         loop_delay_ms={key: max(one.loop_delay_ms[key] for one in stats) for key in ("p50", "p99", "max")},
         peak_open_streams=peak_open_streams(records),
         num_connections=sum(one.num_connections for one in stats),

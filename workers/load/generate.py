@@ -49,13 +49,14 @@ def main(argv: Sequence[str]) -> int:
     if outcome is None:
         return 3
     t0_ns, windows = outcome
+    over_cpu_s = time.process_time()
     records = [
         record_of(flight, request=request, phase=spec.phase, t0_ns=t0_ns)
         for flight, request in zip(flights, requests, strict=True)
     ]
     out_dir = Path(job["out_dir"])
     write_records(out_dir / "records.parquet", records)
-    (out_dir / "client.json").write_text(json.dumps(asdict(_stats(windows, records))))
+    (out_dir / "client.json").write_text(json.dumps(asdict(_stats(windows, records, over_cpu_s=over_cpu_s))))
     _say("finished")
     return 0
 
@@ -168,12 +169,15 @@ def _flight(request: Request, *, spec: LoadSpec) -> Flight:
     return Flight(index=request.index, due_ns=request.due_ns, payload=http_request(request, spec=spec))
 
 
-def _stats(windows: Sequence[Window], records: Sequence[Record]) -> ClientStats:
+def _stats(windows: Sequence[Window], records: Sequence[Record], *, over_cpu_s: float) -> ClientStats:
     delays_ms = np.array([delay for window in windows for delay in window.loop_delays_ns] or [0]) / 1e6
     p50, p99, worst = np.percentile(delays_ms, [50, 99, 100]).tolist()
     wall_s = sum(window.wall_ns for window in windows) / 1e9
+    cpu_s = sum(window.cpu_s for window in windows)
     return ClientStats(
-        cpu_share=sum(window.cpu_s for window in windows) / wall_s if wall_s else 0.0,
+        cpu_share=cpu_s / wall_s if wall_s else 0.0,
+        cpu_s=cpu_s,
+        after_cpu_s=time.process_time() - over_cpu_s,
         loop_delay_ms={"p50": p50, "p99": p99, "max": worst},
         peak_open_streams=peak_open_streams(records),
         num_connections=windows[-1].num_connections if windows else 0,

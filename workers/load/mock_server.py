@@ -338,7 +338,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any free port")
     parser.add_argument("--first-ms", type=float, default=50.0, help="from the request to its first token")
     parser.add_argument("--gap-ms", type=float, default=10.0, help="between tokens")
-    uvloop.run(_serve(parser.parse_args(argv)))
+    parser.add_argument("--core", type=int, help="the only core to run on")
+    args = parser.parse_args(argv)
+    if args.core is not None:
+        os.sched_setaffinity(0, {args.core})
+    uvloop.run(_serve(args))
 
 
 if __name__ == "__main__":
