@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from workers.slot import Slot
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 * 2**20
 ENGINE_SLOT = "engine_slot"
+STOP_S = 20.0  # a server gets its grace, then its tree is killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,16 +120,23 @@ class Cluster:
         self._running.pop(running.stream, None)
         ray.kill(running.actor)
 
-    def stop_all(self) -> list[str]:
-        """End every launch; the supervisors' lifelines end the servers. Returns the launch keys that were cut."""
-        cut = [running.launch for running in self._running.values()]
+    def stop_all(self) -> Iterator[tuple[str, Event | SlotLost | SlotClosed]]:
+        """End every launch in order (its server is stopped and verified), after ``STOP_S`` by force.
+
+        A supervisor's lifeline ends the server even then.
+        """
+        for running in self._running.values():
+            ray.cancel(running.stream)
+        deadline = time.monotonic() + STOP_S
+        while self._running and time.monotonic() < deadline:
+            yield from self.events(timeout_s=0.2)
         for running in list(self._running.values()):
             self._release(running)
-        return cut
 
     def close(self) -> None:
         """Leave Ray; a Ray started here ends with it."""
-        self.stop_all()
+        for running in list(self._running.values()):
+            self._release(running)
         ray.shutdown()
 
 

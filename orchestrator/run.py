@@ -88,7 +88,9 @@ def run_sweep(cells: Sequence[Cell], config: Config) -> int:
             if (result := store.read_result(paths.cell(cell).result)) is not None
         ]
         links = tracker.links(config.tracking.ui_url)
-    print_summary(outcomes, time_spent=driver.time_spent(), links=links, not_started=len(cells) - len(outcomes))
+    print_summary(
+        outcomes, time_spent=driver.time_spent(), links=links, not_started=len(cells) - len(outcomes)
+    )
     return driver.exit_code(outcomes)
 
 
@@ -131,7 +133,8 @@ class Driver:
         with self._stop.installed():
             try:
                 self._num_slots = min(
-                    min(cluster.capacity(job.launch.cells[0].config) for job in self._waiting), len(self._waiting)
+                    min(cluster.capacity(job.launch.cells[0].config) for job in self._waiting),
+                    len(self._waiting),
                 )
                 self._loop(cluster)
             finally:

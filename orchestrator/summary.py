@@ -22,8 +22,8 @@ COLUMNS = (
     ("TTFT p99 ms", "ttft_ms/p99"),
     ("TPOT mean ms", "tpot_ms/mean"),
     ("E2EL mean ms", "e2el_ms/mean"),
-    ("preempt.", "server/preemptions"),
-    ("KV tokens", "server/kv_cache_tokens"),
+    ("preempt.", "preemptions/total"),
+    ("KV tokens", "kv_cache/tokens"),
 )
 MARKER = {"valid": "valid", "invalid": "INVALID", "failed": "FAILED"}
 
@@ -70,7 +70,9 @@ def outcome_line(outcome: CellOutcome) -> str:
         error = outcome.result["error"]
         return f"{axes}: FAILED ({error['class']}) {error['message']} · log: {outcome.folder / 'server.log'}"
     metrics = outcome.result["metrics"]
-    figures = f"ttft_p50={number(metrics.get('ttft_ms/p50'))} ms tpot={number(metrics.get('tpot_ms/mean'))} ms"
+    figures = (
+        f"ttft_p50={number(metrics.get('ttft_ms/p50'))} ms tpot={number(metrics.get('tpot_ms/mean'))} ms"
+    )
     return f"{axes}: {MARKER[outcome.state]} {figures}{reasons(outcome)}"
 
 
@@ -130,7 +132,9 @@ def print_summary(
         if outcome.state == "failed":
             console.print(outcome_line(outcome), markup=False, highlight=False, soft_wrap=True)
         for warning in outcome.result.get("warnings", ()):
-            console.print(f"note: {outcome.folder.name}: {warning}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"note: {outcome.folder.name}: {warning}", markup=False, highlight=False, soft_wrap=True
+            )
     if not_started:
         console.print(f"{not_started} cells not started")
     console.print(time_line(time_spent), markup=False, highlight=False, soft_wrap=True)

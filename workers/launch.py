@@ -5,6 +5,7 @@ Effects live here; every decision (command, verdict, metrics) is a pure function
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -13,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from conf.schema import Config, HardwareKind
-from workers import engines
+from workers import engine_log, engines
 from workers.cache import cache_root
 from workers.environment import EngineBuild, build_environment
 from workers.errors import EngineStartError, ServelabError
@@ -126,9 +127,11 @@ class _Launch:
                 build=build,
                 model=model,
                 device_ids=self._device_ids,
+                client_cores=client_cores(server.log_path),
                 folder=self._folder / cell.key,
+                emit=self._emit,
             )
-            finished = await measure_cell(measurement, emit=self._emit)
+            finished = await measure_cell(measurement)
             for phase, seconds in finished.payload["timing"].items():
                 self._timing[phase] = self._timing.get(phase, 0.0) + (seconds or 0.0)
             self._left.pop(0)
@@ -162,6 +165,13 @@ class _Launch:
                     files=files,
                 ),
             )
+
+
+def client_cores(log_path: Path) -> frozenset[int] | None:
+    """Cores that the engine leaves free, by its own log; None if it does not say or takes them all."""
+    engine = {core for cores in engine_log.parse_log(log_path.read_text(errors="replace")).cores.values() for core in cores}
+    free = frozenset(os.sched_getaffinity(0)) - engine
+    return free if engine and free else None
 
 
 # Causes that a second try can mend; what cannot fit or is broken stays so.
