@@ -33,4 +33,4 @@ def same_release(requested: str, reported: str) -> bool:
         wanted, given = Version(requested), Version(reported)
     except InvalidVersion:
         return False
-    return wanted.public == given.public and wanted.local is None
+    return Version(wanted.public) == Version(given.public) and wanted.local is None

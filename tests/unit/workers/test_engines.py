@@ -184,3 +184,30 @@ def test_wrong_number_of_devices_is_refused(ids, message):
 def test_two_devices_for_tensor_parallel_size_two():
     env = engines.environment(gpu(tensor_parallel_size=2), base={}, device_ids="2,3")
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+AVX2 = frozenset({"sse2", "avx2"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "flags", "refused"),
+    [
+        ("fp8", AVX2, True),
+        ("int8_per_token_head", AVX2, True),
+        ("bfloat16", AVX2, False),
+        ("auto", AVX2, False),
+        ("fp8", AVX2 | {"avx512f"}, False),
+        ("fp8", AVX2 | {"amx_tile"}, False),
+        ("fp8", frozenset({"asimd"}), False),
+        ("fp8", frozenset(), False),
+    ],
+)
+def test_quantised_kv_needs_a_wide_processor(dtype, flags, refused):
+    """vLLM 0.31 and 0.32 end at start with "FP8 KV cache on CPU requires x86 with AVX-512 or AMX."."""
+    said = engines.refused_by_host(cell(kv={"dtype": dtype}), cpu_flags=flags)
+    assert (said is not None) is refused
+
+
+def test_a_gpu_cell_does_not_care_about_the_processor():
+    config = cell(kv={"dtype": "fp8"}, hardware=Hardware(kind=HardwareKind.cuda))
+    assert engines.refused_by_host(config, cpu_flags=AVX2) is None

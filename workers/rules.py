@@ -1,0 +1,268 @@
+"""Requested against reported: one table of which fact must confirm which setting.
+
+Every source that knows a fact is compared, so that two sources which disagree cannot both pass. A fact that no source
+gives makes the run ``evidence_missing`` where the rule requires it. Names a server prints for itself (its log repeats
+the command line) are never enough where it can be asked otherwise.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conf.schema import Config, HardwareKind
+from workers.capacity import bytes_per_token
+from workers.engines import num_devices
+from workers.evidence import Evidence, Fact
+from workers.families import family
+from workers.versions import commit_of, same_commit, same_release
+
+_FP8_NAMES = frozenset({"fp8", "fp8_e4m3"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One setting and the fact that must confirm it.
+
+    Attributes:
+        requested: what a cell asks for; None: nothing, and the rule does not apply.
+        agrees: whether a reported value is what was asked for.
+        required: whether a cell needs to know the fact at all.
+        compares: the comparison in words, for people.
+    """
+
+    setting: str
+    fact: str
+    requested: Callable[[Config], Any]
+    agrees: Callable[[Config, Any], bool]
+    required: Callable[[Config], bool]
+    compares: str = "equal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One rule that was not met; ``missing`` if the fact is not known."""
+
+    setting: str
+    detail: str
+    missing: bool = False
+
+
+def _equal(requested: Callable[[Config], Any]) -> Callable[[Config, Any], bool]:
+    return lambda config, reported: bool(reported == requested(config))
+
+
+def _rule(
+    setting: str,
+    fact: str,
+    requested: Callable[[Config], Any],
+    *,
+    agrees: Callable[[Config, Any], bool] | None = None,
+    required: Callable[[Config], bool] = lambda _config: True,
+    compares: str = "equal",
+) -> Rule:
+    return Rule(
+        setting=setting,
+        fact=fact,
+        requested=requested,
+        agrees=agrees or _equal(requested),
+        required=required,
+        compares=compares,
+    )
+
+
+def _never(_config: Config) -> bool:
+    return False
+
+
+def _on_cuda(config: Config) -> bool:
+    return config.hardware.kind is HardwareKind.cuda
+
+
+def _budgeted_in_bytes(config: Config) -> bool:
+    return family(config.engine).flag("kv.memory_bytes", engine=config.engine) is not None
+
+
+def _on_v1(config: Config) -> bool:
+    return config.engine.family == "v1"
+
+
+def _version_agrees(config: Config, reported: str) -> bool:
+    if config.engine.commit is None:
+        return same_release(config.engine.version, reported)
+    commit = commit_of(reported)
+    return commit is not None and same_commit(config.engine.commit, commit)
+
+
+def _kv_dtype_agrees(config: Config, reported: str) -> bool:
+    """``auto`` is the model's dtype, so it confirms a cell that asked for that dtype by name, and no other."""
+    asked = config.kv.dtype
+    if asked in _FP8_NAMES:
+        return reported in _FP8_NAMES
+    return reported == asked or (reported == "auto" and asked == config.model.dtype)
+
+
+RULES: tuple[Rule, ...] = (
+    _rule(
+        "engine.version",
+        "server.version",
+        lambda config: config.engine.commit or config.engine.version,
+        agrees=_version_agrees,
+        compares="same release (build suffixes allowed); with engine.commit: same commit, numbers ignored",
+    ),
+    _rule("model.name", "server.model", lambda config: config.model.name),
+    _rule("model.dtype", "server.dtype", lambda config: config.model.dtype, required=_never),
+    _rule(
+        "kv.dtype",
+        "server.kv_cache_dtype",
+        lambda config: config.kv.dtype,
+        agrees=_kv_dtype_agrees,
+        compares="equal; fp8 = fp8_e4m3; auto counts as the model's dtype",
+    ),
+    _rule(
+        "kv.memory_bytes",
+        "server.kv_cache_memory_bytes",
+        lambda config: config.kv.memory_bytes if _budgeted_in_bytes(config) else None,
+    ),
+    _rule("kv.block_size", "server.block_size", lambda config: config.kv.block_size),
+    _rule(
+        "kv.prefix_caching", "server.prefix_caching", lambda config: config.kv.prefix_caching, required=_on_v1
+    ),
+    _rule("engine.max_model_len", "server.max_model_len", lambda config: config.engine.max_model_len),
+    _rule(
+        "engine.max_num_seqs",
+        "server.max_num_seqs",
+        lambda config: config.engine.max_num_seqs,
+        required=_never,
+    ),
+    _rule(
+        "engine.enforce_eager",
+        "server.enforce_eager",
+        lambda config: config.engine.enforce_eager,
+        required=_never,
+    ),
+    _rule(
+        "engine.attention_backend", "server.attention_backend", lambda config: config.engine.attention_backend
+    ),
+    _rule(
+        "engine.tensor_parallel_size",
+        "server.tensor_parallel_size",
+        lambda config: config.engine.tensor_parallel_size,
+        required=lambda config: config.engine.tensor_parallel_size > 1,
+    ),
+    _rule(
+        "engine.pipeline_parallel_size",
+        "server.pipeline_parallel_size",
+        lambda config: config.engine.pipeline_parallel_size,
+        required=lambda config: config.engine.pipeline_parallel_size > 1,
+    ),
+    _rule(
+        "scheduler.policy",
+        "server.scheduling_policy",
+        lambda config: config.scheduler.policy,
+        required=lambda config: config.scheduler.policy != "fcfs",
+    ),
+    _rule(
+        "hardware.kind",
+        "server.device",
+        lambda config: config.hardware.kind.value,
+        agrees=lambda config, reported: str(reported).split(":", 1)[0] == config.hardware.kind.value,
+        required=_never,
+        compares="device kind",
+    ),
+    _rule(
+        "port",
+        "process.port_owned",
+        lambda _config: True,
+        required=_never,
+        compares="the port belongs to our process tree",
+    ),
+)
+
+
+def findings(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Finding]:
+    """Every rule that a run does not meet."""
+    found = [finding for rule in RULES for finding in _apply(rule, config, evidence)]
+    return [*found, *_devices(config, evidence), *_capacity(config, evidence, model_config=model_config)]
+
+
+def _apply(rule: Rule, config: Config, evidence: Evidence) -> list[Finding]:
+    asked = rule.requested(config)
+    if asked is None:
+        return []
+    known = evidence.known(rule.fact)
+    if not known:
+        return [_missing(rule.setting, rule.fact)] if rule.required(config) else []
+    return [
+        Finding(setting=rule.setting, detail=_differs(rule, config, asked, fact))
+        for fact in known
+        if not rule.agrees(config, fact.value) and not _is_release_beside_commit(rule, config, fact)
+    ]
+
+
+def _is_release_beside_commit(rule: Rule, config: Config, fact: Fact) -> bool:
+    """The log of a patched build may print a bare number; the commit must come from the server's own answer."""
+    return (
+        rule.fact == "server.version"
+        and config.engine.commit is not None
+        and not fact.source.startswith("GET ")
+    )
+
+
+def _differs(rule: Rule, config: Config, asked: Any, fact: Fact) -> str:
+    if rule.fact == "server.version" and config.engine.commit is not None:
+        commit = commit_of(str(fact.value))
+        said = f"commit {commit}" if commit else "no commit (an unpatched engine)"
+        return f"engine {config.engine.name} is commit {asked}, the server says {said}: {fact.value} ({fact.source})"
+    return f"{rule.setting}: asked for {asked}, the server says {fact.value} ({fact.source})"
+
+
+def _missing(setting: str, fact: str) -> Finding:
+    return Finding(setting=setting, detail=f"{setting}: {fact} could not be read", missing=True)
+
+
+def _devices(config: Config, evidence: Evidence) -> list[Finding]:
+    """On CUDA the process must see exactly the devices that its slot was assigned."""
+    if not _on_cuda(config):
+        return []
+    assigned, seen = evidence.value("launch.devices"), evidence.value("process.devices")
+    if assigned is None or seen is None:
+        return [_missing("devices", "launch.devices" if assigned is None else "process.devices")]
+    if seen != assigned or len(seen.split(",")) != num_devices(config):
+        detail = (
+            f"devices: assigned {assigned!r} for {num_devices(config)}, the server's process sees {seen!r}"
+        )
+        return [Finding(setting="devices", detail=detail)]
+    return []
+
+
+def _capacity(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Finding]:
+    """Blocks x bytes per token must be the budget, within one block: a dtype cannot be claimed without its bytes."""
+    blocks, size = evidence.value("server.kv_cache_blocks"), evidence.value("server.block_size")
+    tokens = evidence.value("server.kv_cache_tokens")
+    if blocks is None and tokens is None:
+        return [_missing("kv.memory_bytes", "server.kv_cache_blocks")]
+    per_token = _bytes_per_token_and_device(config, model_config=model_config)
+    if per_token is None or not size:
+        return []
+    held = blocks if blocks is not None else tokens // size
+    expected = config.kv.memory_bytes // (per_token * size)
+    if abs(held - expected) <= 1:
+        return []
+    detail = (
+        f"kv.dtype: {config.kv.memory_bytes} bytes hold {expected * size} tokens of {config.kv.dtype} "
+        f"({per_token} bytes each), the server reports {held * size}"
+    )
+    return [Finding(setting="kv.dtype", detail=detail)]
+
+
+def _bytes_per_token_and_device(config: Config, *, model_config: Mapping[str, Any]) -> int | None:
+    if config.engine.pipeline_parallel_size > 1:
+        return None  # stages hold different numbers of layers
+    ranks = config.engine.tensor_parallel_size
+    kv_heads = model_config.get("num_key_value_heads") or model_config.get("num_attention_heads") or 0
+    if kv_heads % ranks and ranks % max(kv_heads, 1):
+        return None
+    share = (
+        dict(model_config) | {"num_key_value_heads": max(1, kv_heads // ranks)} if ranks > 1 else model_config
+    )
+    return bytes_per_token(share, kv_dtype=config.kv.dtype, model_dtype=config.model.dtype)

@@ -1,0 +1,282 @@
+"""Whether a run counts: every reason why not, by name.
+
+An invalid run keeps its numbers and is left out of comparisons. An unknown is never taken for a good value: what a
+reason needs and cannot read is ``evidence_missing``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from analysis.records import Record
+from conf.schema import Config, PromptSource
+from workers.evidence import Evidence
+from workers.prometheus import HistogramDelta, ServerWindow
+from workers.rules import findings
+
+REASONS = (
+    "evidence_mismatch", "evidence_missing", "send_lag", "client_saturated", "requests_failed", "output_corrupt",
+    "short_output", "warm_cache", "jit_in_window", "server_restarted", "sparsity_without_effect", "not_drained",
+    "client_server_disagree",
+)  # fmt: skip
+
+
+class ClientStats(Protocol):
+    """What the load generator knows about itself."""
+
+    @property
+    def cpu_share(self) -> float | None:
+        """CPU time of its busiest process / wall time."""
+
+    @property
+    def loop_delay_ms(self) -> Mapping[str, float]:
+        """How late a timer was served: ``p99`` and others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a run does not count. ``name`` is one of :data:`REASONS`."""
+
+    name: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Valid, or the reasons why not."""
+
+    reasons: tuple[Reason, ...] = ()
+
+    @property
+    def valid(self) -> bool:
+        """True if there is no reason against it."""
+        return not self.reasons
+
+    def to_dict(self) -> dict[str, Any]:
+        """As stored in ``result.json``."""
+        return {"valid": self.valid, "reasons": [asdict(reason) for reason in self.reasons]}
+
+
+def judge(
+    config: Config,
+    evidence: Evidence,
+    *,
+    model_config: Mapping[str, Any],
+    metrics: Mapping[str, float | None],
+    window: ServerWindow,
+    client: ClientStats,
+    records: Sequence[Record],
+    output_problem: str | None = None,
+) -> Verdict:
+    """Every reason against one run.
+
+    Args:
+        config: what was asked for, with ``load.limits``.
+        evidence: what the server reported.
+        model_config: the served model's ``config.json``; empty if not known.
+        metrics: the run's metrics; read: ``send_lag_ms/p99``, ``sparsity/density``.
+        window: deltas of the server's metrics over the measured window.
+        client: the load generator's own state.
+        records: the run's rows; those of the warm-up are ignored.
+        output_problem: what was wrong with the answers to fixed probes, if they were asked.
+    """
+    measured = [record for record in records if record.phase == "measured"]
+    reasons = [
+        *_evidence(config, evidence, model_config=model_config),
+        *_window(window),
+        *_client(config, metrics=metrics, client=client),
+        *_failed(config, measured),
+        *([Reason(name="output_corrupt", detail=output_problem)] if output_problem else []),
+        *_lengths(config, measured),
+        *_prefix_cache(config, window),
+        *_sparsity(config, metrics),
+        *_agreement(config, window, measured),
+    ]
+    return Verdict(reasons=tuple(reasons))
+
+
+def _evidence(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Reason]:
+    return [
+        Reason(name="evidence_missing" if finding.missing else "evidence_mismatch", detail=finding.detail)
+        for finding in findings(config, evidence, model_config=model_config)
+    ]
+
+
+def _window(window: ServerWindow) -> list[Reason]:
+    reasons = []
+    if window.restarted:
+        reasons.append(
+            Reason(name="server_restarted", detail="a counter fell or was created anew in the window")
+        )
+    elif window.counters.get("preemptions") is None:
+        reasons.append(
+            Reason(name="evidence_missing", detail="preemptions: the counter could not be read at both ends")
+        )
+    if window.jit_events is None:
+        reasons.append(
+            Reason(name="evidence_missing", detail="compilation: the server's log could not be read")
+        )
+    elif window.jit_events:
+        first = window.jit_events[0]
+        reasons.append(
+            Reason(name="jit_in_window", detail=f"{len(window.jit_events)} compilation(s), first: {first}")
+        )
+    busy = {name: window.gauges_before.get(name) for name in ("running", "waiting")}
+    if any(busy.values()):
+        text = ", ".join(f"{name}={value:g}" for name, value in busy.items() if value is not None)
+        reasons.append(Reason(name="not_drained", detail=f"at the start of the window: {text}"))
+    return reasons
+
+
+def _client(config: Config, *, metrics: Mapping[str, float | None], client: ClientStats) -> list[Reason]:
+    limits = config.load.limits
+    lag_ms = metrics.get("send_lag_ms/p99")
+    checks = [
+        ("send_lag", "p99 send lag", lag_ms, limits.send_lag_p99_ms, "ms"),
+        ("client_saturated", "client CPU share", client.cpu_share, limits.client_cpu_share, ""),
+        (
+            "client_saturated",
+            "p99 loop delay",
+            client.loop_delay_ms.get("p99"),
+            limits.loop_delay_p99_ms,
+            "ms",
+        ),
+    ]
+    reasons = []
+    for name, what, value, limit, unit in checks:
+        if value is None:
+            reasons.append(Reason(name="evidence_missing", detail=f"{what} is not known"))
+        elif value > limit:
+            reasons.append(
+                Reason(
+                    name=name,
+                    detail=f"{what} {value:.3g} {unit} > {limit:g} {unit}".replace("  ", " ").strip(),
+                )
+            )
+    return reasons
+
+
+def _failed(config: Config, records: Sequence[Record]) -> list[Reason]:
+    failed = [record for record in records if record.failed]
+    if not records:
+        return [Reason(name="requests_failed", detail="no request was measured")]
+    if len(failed) / len(records) <= config.load.limits.failed_share:
+        return []
+    return [
+        Reason(name="requests_failed", detail=f"{len(failed)} of {len(records)}, first: {failed[0].error}")
+    ]
+
+
+def _lengths(config: Config, records: Sequence[Record]) -> list[Reason]:
+    answered = [record for record in records if not record.failed]
+    limits = config.load.limits
+    reasons = []
+    forced = [record for record in answered if record.num_output_tokens_requested is not None]
+    short = [
+        record
+        for record in forced
+        if (record.num_output_tokens or 0) < (record.num_output_tokens_requested or 0)
+    ]
+    if config.workload.ignore_eos and short and len(short) / len(forced) > limits.short_output_share:
+        detail = f"output shorter than requested ({len(short)} of {len(forced)})"
+        reasons.append(Reason(name="short_output", detail=detail))
+    sized = [
+        record
+        for record in answered
+        if record.num_prompt_tokens_requested and record.num_prompt_tokens is not None
+    ]
+    off = [record for record in sized if not _prompt_fits(record, limit=limits.prompt_length_error)]
+    if off and len(off) / len(sized) > limits.short_output_share:
+        worst = max((_prompt_error(record) for record in off), key=abs)
+        detail = (
+            f"prompt length differs from the requested by up to {worst:+.0%} ({len(off)} of {len(sized)})"
+        )
+        reasons.append(Reason(name="short_output", detail=detail))
+    return reasons
+
+
+def _prompt_fits(record: Record, *, limit: float) -> bool:
+    asked, used = record.num_prompt_tokens_requested or 0, record.num_prompt_tokens or 0
+    return abs(used - asked) <= limit * asked
+
+
+def _prompt_error(record: Record) -> float:
+    return (record.num_prompt_tokens or 0) / (record.num_prompt_tokens_requested or 1) - 1
+
+
+def _prefix_cache(config: Config, window: ServerWindow) -> list[Reason]:
+    if window.restarted or expects_prefix_hits(config):
+        return []
+    queries, hits = window.counters.get("prefix_queries"), window.counters.get("prefix_hits")
+    if queries is None or hits is None:
+        if not config.kv.prefix_caching and config.engine.family == "v0":
+            return []  # V0 exports them only with caching on
+        return [
+            Reason(
+                name="evidence_missing",
+                detail="prefix cache: hit share unknown, its counters could not be read",
+            )
+        ]
+    share = hits / queries if queries else 0.0
+    if share <= config.load.limits.prefix_hit_share:
+        return []
+    return [
+        Reason(
+            name="warm_cache",
+            detail=f"prefix hit share {share:.1%} > {config.load.limits.prefix_hit_share:.1%}",
+        )
+    ]
+
+
+def expects_prefix_hits(config: Config) -> bool:
+    """True if caching is on and the workload repeats prefixes by design."""
+    repeats = config.workload.shared_prefix_tokens > 0 or config.workload.prompts is not PromptSource.random
+    return config.kv.prefix_caching and repeats
+
+
+def _sparsity(config: Config, metrics: Mapping[str, float | None]) -> list[Reason]:
+    if config.sparsity.method == "dense":
+        return []
+    density = metrics.get("sparsity/density")
+    if density is None:
+        return [Reason(name="evidence_missing", detail="sparsity: the measured density could not be read")]
+    if density >= 1.0:
+        return [Reason(name="sparsity_without_effect", detail=f"{config.sparsity.method} skipped no block")]
+    return []
+
+
+def _agreement(config: Config, window: ServerWindow, records: Sequence[Record]) -> list[Reason]:
+    """The server counted the requests that we counted, and saw about the first-token times that we saw."""
+    if window.restarted:
+        return []
+    answered = [record for record in records if not record.failed]
+    completed, ttft = window.counters.get("completed"), window.histograms.get("ttft")
+    if completed is None or ttft is None:
+        return [
+            Reason(
+                name="evidence_missing",
+                detail="client against server: the server's request counts are unknown",
+            )
+        ]
+    reasons = []
+    if completed != len(answered) and all(not record.failed for record in records):
+        detail = f"the client completed {len(answered)} requests, the server {completed:g}"
+        reasons.append(Reason(name="client_server_disagree", detail=detail))
+    return [*reasons, *_ttft_agreement(config, answered, ttft=ttft)]
+
+
+def _ttft_agreement(config: Config, answered: Sequence[Record], *, ttft: HistogramDelta) -> list[Reason]:
+    seen_ms = [
+        (record.first_token_ns - record.sent_ns) / 1e6
+        for record in answered
+        if record.first_token_ns is not None and record.sent_ns is not None
+    ]
+    if not seen_ms or ttft.mean is None:
+        return []
+    client_ms, server_ms = sum(seen_ms) / len(seen_ms), ttft.mean * 1000
+    limits = config.load.limits
+    allowed_ms = max(limits.client_server_ttft_ms, limits.client_server_ttft_share * client_ms)
+    if abs(client_ms - server_ms) <= allowed_ms:
+        return []
+    detail = f"mean TTFT from send: client {client_ms:.1f} ms, server {server_ms:.1f} ms (allowed: {allowed_ms:.1f} ms)"
+    return [Reason(name="client_server_disagree", detail=detail)]
