@@ -15,6 +15,7 @@ from conf.schema import Config
 from orchestrator import resume, store
 from orchestrator.display import Display, show
 from orchestrator.expand import Cell
+from orchestrator.identity import workload_hash
 from orchestrator.paths import CellPaths, SweepPaths
 from orchestrator.plan import Launch, Plan, plan
 from orchestrator.summary import CellOutcome, TimeSpent, add_timing, outcome_line, print_summary
@@ -231,7 +232,7 @@ class Driver:
             "sweep": self._paths.name,
             "axes": cell.axes,
             "launch_key": job.launch.key,
-            "workload_hash": cell.workload_hash,
+            "workload_hash": workload_hash(cell.config),
             "attempts": job.attempts,
             "mlflow_run_id": run_id,
             "started_at": self._started_at[cell.key],

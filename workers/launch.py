@@ -16,6 +16,7 @@ from pathlib import Path
 from conf.schema import Config, HardwareKind
 from workers import engine_log, engines
 from workers.cache import cache_root
+from workers.cores import client_cores, topology
 from workers.environment import EngineBuild, build_environment
 from workers.errors import EngineStartError, ServelabError
 from workers.events import CellFailed, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
@@ -127,7 +128,7 @@ class _Launch:
                 build=build,
                 model=model,
                 device_ids=self._device_ids,
-                client_cores=client_cores(server.log_path),
+                client_cores=free_cores(self._config, server.log_path),
                 folder=self._folder / cell.key,
                 emit=self._emit,
             )
@@ -167,11 +168,16 @@ class _Launch:
             )
 
 
-def client_cores(log_path: Path) -> frozenset[int] | None:
-    """Cores that the engine leaves free, by its own log; None if it does not say or takes them all."""
-    engine = {core for cores in engine_log.parse_log(log_path.read_text(errors="replace")).cores.values() for core in cores}
-    free = frozenset(os.sched_getaffinity(0)) - engine
-    return free if engine and free else None
+def free_cores(config: Config, log_path: Path) -> frozenset[int] | None:
+    """Cores for the load generator: away from the engine where there are such, None = any.
+
+    A CPU engine says in its log which cores it computes on; beside a GPU engine it is the last quarter of the cores.
+    """
+    if config.hardware.kind is HardwareKind.cuda:
+        return frozenset(client_cores(config, cores=topology()) or ()) or None
+    log = engine_log.parse_log(log_path.read_text(errors="replace"))
+    taken = {core for cores in log.cores.values() for core in cores}
+    return frozenset(os.sched_getaffinity(0)) - taken or None
 
 
 # Causes that a second try can mend; what cannot fit or is broken stays so.
