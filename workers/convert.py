@@ -41,8 +41,6 @@ def convert(gguf: Path, *, output: Path, dtype: str) -> None:
         dtype=getattr(torch, dtype),
         quantization_config=transformers.GgufConfig(dequantize=True),
     )
-    # The weights written below are plain again.
-    del model.config.quantization_config
     model.save_pretrained(output)
     transformers.AutoTokenizer.from_pretrained(folder, gguf_file=gguf.name).save_pretrained(output)
 
