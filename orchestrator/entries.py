@@ -23,12 +23,8 @@ SETTINGS = (
 )  # fmt: skip
 # Facts the server reported that people compare: tags are not selectable in the compare view, parameters are.
 COMPARED_FACTS = ("version", "attention_backend", "kv_cache_dtype", "kv_cache_tokens")
-# Series drawn as metrics, with the names they may have in timeseries.parquet.
-SERIES = {
-    "ts/kv_cache_usage": ("kv_cache_usage_perc", "gpu_cache_usage_perc", "kv_cache_usage"),
-    "ts/requests_running": ("num_requests_running", "requests_running"),
-    "ts/requests_waiting": ("num_requests_waiting", "requests_waiting"),
-}
+# The server's series in timeseries.parquet that are drawn as metrics ``ts/<name>``.
+SERIES = ("kv_usage", "running", "waiting")
 MAX_POINTS = 1000
 MAX_KEY, MAX_PARAM, MAX_TAG = 250, 6000, 8000
 _NOT_IN_KEY = re.compile(r"[^A-Za-z0-9_\-. :/]")
@@ -104,13 +100,10 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 def series(rows: Iterable[Mapping[str, Any]]) -> list[Point]:
     """The few drawn series out of rows ``t_ns, source, name, value``, each thinned evenly to at most 1000 points."""
-    target = {source: name for name, sources in SERIES.items() for source in sources}
     found: dict[str, list[Point]] = {}
     for row in rows:
-        bare = str(row["name"]).partition("{")[0].removeprefix("vllm:")
-        value = row["value"]
-        if bare in target and row["source"] == "server" and _is_number(value) and math.isfinite(value):
-            point = Point(name=target[bare], value=float(value), step_ms=round(row["t_ns"] / 1e6))
+        if row["source"] == "server" and row["name"] in SERIES and math.isfinite(row["value"]):
+            point = Point(name=f"ts/{row['name']}", value=row["value"], step_ms=round(row["t_ns"] / 1e6))
             found.setdefault(point.name, []).append(point)
     return [point for name in sorted(found) for point in _thinned(found[name])]
 

@@ -148,6 +148,7 @@ class Tracker:
         """As :meth:`start_sweep`, with parameters given. A parameter once logged keeps its first value."""
         self._paths = self._runs.sweep(name)
         self._parent_start = params
+        self._parent = None
         return self._attempt(f"sweep {name}", self._ensure_parent)
 
     def start_cell(self, cell: _Cell) -> str | None:

@@ -74,29 +74,24 @@ def test_names_hold_only_what_stores_accept():
     assert len(entries.key("x" * 300)) == 250
 
 
-def test_series_are_found_under_either_name_and_thinned():
-    """At most 1000 points of each series, first and last kept; only the server's."""
+def test_series_of_the_server_are_drawn_thinned():
+    """At most 1000 points of each series, first and last kept."""
     usage = [
-        {"t_ns": n * 1_000_000, "source": "server", "name": "vllm:kv_cache_usage_perc", "value": n / 1999}
+        {"t_ns": n * 1_000_000, "source": "server", "name": "kv_usage", "value": n / 1999}
         for n in range(2000)
     ]
     other = [
-        {
-            "t_ns": 5_400_000,
-            "source": "server",
-            "name": 'vllm:num_requests_running{engine="0"}',
-            "value": 3.0,
-        },
-        {"t_ns": 1, "source": "host", "name": "num_requests_running", "value": 9.0},
-        {"t_ns": 1, "source": "server", "name": "num_requests_waiting", "value": math.nan},
-        {"t_ns": 1, "source": "server", "name": "something_else", "value": 1.0},
+        {"t_ns": 5_400_000, "source": "server", "name": "running", "value": 3.0},
+        {"t_ns": 1, "source": "host", "name": "running", "value": 9.0},
+        {"t_ns": 1, "source": "server", "name": "waiting", "value": math.nan},
+        {"t_ns": 1, "source": "server", "name": "prompt_tokens", "value": 1.0},
     ]
     points = entries.series(usage + other)
-    drawn = [point for point in points if point.name == "ts/kv_cache_usage"]
+    drawn = [point for point in points if point.name == "ts/kv_usage"]
     assert len(drawn) == 1000
     assert (drawn[0].step_ms, drawn[-1].step_ms, drawn[-1].value) == (0, 1999, 1.0)
     rest = [(point.name, point.step_ms, point.value) for point in points if point not in drawn]
-    assert rest == [("ts/requests_running", 5, 3.0)]
+    assert rest == [("ts/running", 5, 3.0)]
 
 
 @pytest.mark.parametrize(
