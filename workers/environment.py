@@ -332,6 +332,8 @@ def _install(
 
 def _check(builder: _Builder, *, root: Path, env: Mapping[str, str], keep: int) -> str:
     """The engine's version as it prints it. Raises EnvironmentBrokenError when it does not import here."""
+    # A user's VLLM_LOGGING_LEVEL must not hide the warning that is looked for.
+    env = {name: value for name, value in env.items() if not name.startswith("VLLM_")}
     result = builder.run(
         [str(_python(root)), "-I", "-c", builder.check],
         env=env, keep=keep, tick=builder.ticker("checking"),
@@ -348,11 +350,14 @@ def _check(builder: _Builder, *, root: Path, env: Mapping[str, str], keep: int) 
 def import_problem(result: subprocess.CompletedProcess[str]) -> str | None:
     """One sentence on why the engine does not import; ``None`` when it does.
 
-    A loader error counts even when the process ended well: engines log it and go on without their kernels.
+    A loader error of the engine's own kernels counts even when the process ended well: engines log it and go on
+    without them. Optional parts that do not load are the engine's business.
     """
-    loader = LOADER_ERRORS.search(result.stderr + "\n" + result.stdout)
-    if loader is not None:
-        return f"a system library is missing or too old: {loader[0]}"
+    lines = (result.stderr + "\n" + result.stdout).splitlines()
+    loader = [LOADER_ERRORS.search(line) for line in lines if result.returncode != 0 or "vllm._C" in line]
+    sentence = next((match[0] for match in loader if match is not None), None)
+    if sentence is not None:
+        return f"a system library is missing or too old: {sentence}"
     if result.returncode < 0:
         return f"the import ended by signal {-result.returncode} (a build for another kind of processor?)"
     if result.returncode != 0:

@@ -241,6 +241,14 @@ def test_a_host_with_an_old_libstdcxx_is_refused_with_that_sentence(tmp_path):
     ("result", "expected"),
     [
         ((0, "0.32.0\n", "WARNING something else"), None),
+        (
+            (
+                0,
+                "0.32.0\n",
+                "WARNING no vllm._extra: libextra.so.1: cannot open shared object file: No such file",
+            ),
+            None,
+        ),
         ((1, "", "ModuleNotFoundError: No module named 'vllm'"), "No module named 'vllm'"),
         (
             (1, "", "libcuda.so.1: cannot open shared object file: No such file or directory"),
@@ -254,6 +262,16 @@ def test_a_host_with_an_old_libstdcxx_is_refused_with_that_sentence(tmp_path):
 def test_import_problems_have_classes(result, expected):
     problem = import_problem(subprocess.CompletedProcess([], *result))
     assert problem is None if expected is None else expected in problem
+
+
+def test_a_quiet_log_level_does_not_hide_a_broken_engine(tmp_path, monkeypatch):
+    """The check reads the engine's warnings, so the user's engine settings are not handed to it."""
+    monkeypatch.setattr(
+        installer, "installer_environment", lambda **_: {"VLLM_LOGGING_LEVEL": "ERROR", "A": "1"}
+    )
+    run = FakeUv()
+    build(tmp_path, run)
+    assert run.envs[3] == {"A": "1"}
 
 
 def test_the_check_runs_outside_this_programs_import_path(tmp_path):
