@@ -27,6 +27,7 @@ class Key:
     name: str
     annotation: Any
     bounds: Mapping[str, Any]
+    in_map: bool = False  # an entry of a free map, whose name is the user's own
 
     @property
     def is_section(self) -> bool:
@@ -54,10 +55,11 @@ def find(name: str, *, where: str = "") -> Key:
     """
     annotation: Any = Config
     bounds: Mapping[str, Any] = {}
+    in_map = False
     parts = name.split(".")
     for depth, part in enumerate(parts):
         if not dataclasses.is_dataclass(annotation):
-            annotation, bounds = _entry(annotation, name=name, where=where), {}
+            annotation, bounds, in_map = _entry(annotation, name=name, where=where), {}, True
             continue
         known = fields_of(cast("Hashable", annotation))
         if part not in known:
@@ -66,15 +68,18 @@ def find(name: str, *, where: str = "") -> Key:
                 f"unknown key {name!r}: {inside} has no {part!r}, allowed: {', '.join(known)}{_suffix(where)}"
             )
         annotation, bounds = known[part]
-    return Key(name=name, annotation=annotation, bounds=bounds)
+    return Key(name=name, annotation=annotation, bounds=bounds, in_map=in_map)
 
 
 def convert(key: Key, value: Any, *, where: str = "") -> Any:
     """``value`` as the type the schema declares: enum members, floats, sections built on the schema's defaults.
 
     Raises:
-        ValueError: the value is not of that type. Text fields take text only (``0.30`` would become ``"0.3"``).
+        ValueError: the value is not of that type. Text fields take text only (``0.30`` would become ``"0.3"``), but
+            entries of a free map, such as environment variables, also take integers.
     """
+    if key.in_map and type(value) is int and _is_text(key.annotation):
+        value = str(value)
     if _is_text(key.annotation) and not isinstance(value, str | None):
         raise ValueError(f"{key.name} must be text, got {value!r}: quote it{_suffix(where)}")
     try:
@@ -131,6 +136,8 @@ def _holder(annotation: Any) -> Any:
 
 
 def _entry(annotation: Any, *, name: str, where: str) -> Any:
+    if annotation is Any:
+        return Any
     if typing.get_origin(annotation) is not dict:
         raise ValueError(f"unknown key {name!r}: it goes on below a plain value{_suffix(where)}")
     return typing.get_args(annotation)[1]

@@ -4,6 +4,7 @@ A sweep or a single cell runs, ``dry_run=true`` prints its plan, ``from_file=`` 
 rebuilds the tracking store from disk. Whatever is wrong with what was written is one message and exit code 2.
 """
 
+import string
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import conf
+from conf.keys import convert, find, plain
 from conf.schema import COMMAND_KEYS, Config
-from orchestrator.expand import Cell, CommandLine, base_config, expand, flatten, named
+from orchestrator.expand import Cell, CommandLine, base_config, expand, flatten, named, under_schema
 
 CONFIG_DIR = Path(conf.__file__).resolve().parent
 CONFIG_NAME = "config"
@@ -31,6 +33,16 @@ EXIT_USAGE = 2
 _MULTIRUN_HINT = (
     "-m (multirun) is not used here: a sweep is one command that shares engines between its cells. "
     "Use +sweep=NAME, or give an axis as key=a,b,c or sweep.grid.key=[a,b,c]"
+)
+
+# Lines of Hydra's and OmegaConf's messages that do not help here.
+_NOISE = (
+    "See https:",
+    "Set the environment",
+    "Config search path",
+    "provider=",
+    "reference_type=",
+    "object_type=",
 )
 
 # What is left to do once everything that was written has been read; returns the exit code.
@@ -48,7 +60,9 @@ class Arguments:
     overrides: tuple[str, ...]
     axes: Mapping[str, Sequence[Any]]
     config_name: str = CONFIG_NAME
-    config_dir: Path | None = None
+    folders: tuple[Path, ...] = (
+        CONFIG_DIR,
+    )  # Hydra's search path; the first holds the primary configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +73,7 @@ class Composed:
     command: CommandLine
     compose: Callable[[list[str]], DictConfig]
     sweep_option: str | None
+    folders: tuple[Path, ...]  # where group options are looked up, first match wins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,8 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
+    args = get_args_parser().parse_args(argv)
+    if args.help:
+        print(help_text(_folders(args.config_dir, config_name=CONFIG_NAME)))
+        return 0
     ConfigStore.instance().store(name="schema", node=Config)
-    if _answered_by_hydra(argv):
+    if args.hydra_help or args.shell_completion or args.cfg or args.info:
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=CONFIG_NAME)(_nothing)()
         return 0
     arguments = parse(argv)
@@ -81,10 +100,32 @@ def _main(argv: list[str]) -> int:
     return todo()
 
 
-def _answered_by_hydra(argv: Sequence[str]) -> bool:
-    """Help, tab completion and printed configurations are Hydra's own."""
-    args = get_args_parser().parse_args(argv)
-    return bool(args.help or args.hydra_help or args.shell_completion or args.cfg or args.info)
+def help_text(folders: Sequence[Path]) -> str:
+    """The help template of ``config.yaml`` with the groups found in ``folders``.
+
+    Hydra's own rendering copies the whole configuration once per option, which takes seconds.
+    """
+    options: dict[str, set[str]] = {}
+    for folder in folders:
+        for path in folder.glob("*/*.yaml"):
+            options.setdefault(path.parent.name, set()).add(path.stem)
+    groups = "\n".join(f"{group}: {', '.join(sorted(options[group]))}" for group in sorted(options))
+    template = OmegaConf.load(CONFIG_DIR / f"{CONFIG_NAME}.yaml").hydra.help.template
+    return string.Template(template).substitute(APP_CONFIG_GROUPS=f"{groups}\n")
+
+
+def _folders(config_dir: str | None, *, config_name: str) -> tuple[Path, ...]:
+    """Our folder and the user's; the user's is first only if the primary configuration is in it."""
+    if config_dir is None:
+        return (CONFIG_DIR,)
+    folder = Path(config_dir).absolute()
+    if not folder.is_dir():
+        raise UsageError(f"--config-dir must be an existing folder, got {str(folder)!r}")
+    for path in folder.glob("*/*.yaml"):
+        if (CONFIG_DIR / path.relative_to(folder)).exists():
+            raise UsageError(f"{path} has the name of a built-in option, which would win; rename it")
+    ours = (CONFIG_DIR / f"{config_name}.yaml").exists()
+    return (CONFIG_DIR, folder) if ours else (folder, CONFIG_DIR)
 
 
 def _nothing(_: DictConfig) -> None:
@@ -104,25 +145,40 @@ def parse(argv: Sequence[str]) -> Arguments:
         raise UsageError(
             "of Hydra's flags only --config-dir, --config-name, --cfg, --info and -sc are used here"
         )
-    config_dir = None if args.config_dir is None else Path(args.config_dir).absolute()
-    if config_dir is not None and not config_dir.is_dir():
-        raise UsageError(f"--config-dir must be an existing folder, got {str(config_dir)!r}")
-    axes = _axes(args.overrides)
+    parsed = {text: _parsed(text) for text in args.overrides}
+    axes = {text: override for text, override in parsed.items() if override.is_sweep_override()}
+    for text, override in parsed.items():
+        if text not in axes:
+            _check(override)
     return Arguments(
         overrides=tuple(text for text in args.overrides if text not in axes),
         axes={override.key_or_group: _choices(override) for override in axes.values()},
         config_name=args.config_name or CONFIG_NAME,
-        config_dir=config_dir,
+        folders=_folders(args.config_dir, config_name=args.config_name or CONFIG_NAME),
     )
 
 
-def _axes(overrides: Sequence[str]) -> dict[str, Override]:
-    """The overrides that list several values, by their text."""
-    parsed = {text: _parsed(text) for text in overrides}
-    return {text: override for text, override in parsed.items() if override.is_sweep_override()}
+def _check(override: Override) -> None:
+    """Refuse an unknown key or a wrong type in our own words; groups and Hydra's settings are left to Hydra."""
+    key, value = override.key_or_group, override.value()
+    if override.is_delete():
+        raise UsageError(
+            f"{override.input_line}: keys cannot be deleted; give a value, or null where it is allowed"
+        )
+    if key.startswith("hydra") or "/" in key or "@" in key:
+        return
+    if key.startswith("sweep.grid."):
+        find(key.removeprefix("sweep.grid."))
+        return
+    entries = flatten({key: value}) if isinstance(value, dict) and value else {key: value}
+    for name, entry in entries.items():
+        if not find(name).is_section and not (isinstance(entry, str) and "${" in entry):
+            convert(find(name), entry)
 
 
 def _parsed(text: str) -> Override:
+    if "=" not in text and not text.startswith("~"):
+        raise UsageError(f"cannot read {text!r}: an override is key=value or group=option")
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
@@ -146,17 +202,16 @@ def _choices(override: Override) -> list[Any]:
 
 @contextmanager
 def _hydra(arguments: Arguments) -> Iterator[None]:
-    """Hydra's search path: the user's folder before ours."""
-    folder = arguments.config_dir or CONFIG_DIR
-    with hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="servelab"):
+    with hydra.initialize_config_dir(str(arguments.folders[0]), version_base="1.3", job_name="servelab"):
         yield
 
 
 def _composed(arguments: Arguments) -> Composed:
-    ours = [] if arguments.config_dir is None else [f"hydra.searchpath=['file://{CONFIG_DIR}']"]
+    paths = ",".join(f"'file://{folder}'" for folder in arguments.folders[1:])
+    more = [f"hydra.searchpath=[{paths}]"] if paths else []
 
     def compose(lines: Sequence[str]) -> DictConfig:
-        return hydra.compose(arguments.config_name, [*lines, *ours], return_hydra_config=True)
+        return hydra.compose(arguments.config_name, [*lines, *more], return_hydra_config=True)
 
     cfg = compose(arguments.overrides)
     choices = cfg.hydra.runtime.choices
@@ -173,6 +228,7 @@ def _composed(arguments: Arguments) -> Composed:
         command=command,
         compose=lambda lines: _ours(compose(lines)),
         sweep_option=choices.get("sweep"),
+        folders=arguments.folders,
     )
 
 
@@ -180,6 +236,35 @@ def _ours(cfg: DictConfig) -> DictConfig:
     with open_dict(cfg):
         cfg.pop("hydra")
     return cfg
+
+
+def _check_overruled(composed: Composed) -> None:
+    """Refuse a group option from the command line of which the sweep, whose values win, would leave little."""
+    chosen = [_parsed(text) for text in composed.command.overrides]
+    sweep = OmegaConf.to_container(composed.cfg.sweep, resolve=True)
+    axes = set(flatten(cast("dict[str, Any]", sweep)["grid"])) - composed.command.axes.keys()
+    for override in chosen:
+        group, option = override.key_or_group, str(override.value())
+        if group not in composed.command.groups:
+            continue
+        for key, value in _option_values(group, option, composed.folders).items():
+            if key in composed.command.keys or "${" in str(value):
+                continue
+            if key in axes or OmegaConf.select(composed.cfg, key) != convert(find(key), value):
+                raise UsageError(
+                    f"{group}={option} sets {key}, but so does sweep={composed.sweep_option}, which wins; "
+                    f"set keys instead, for instance {key}={plain(value)}"
+                )
+
+
+def _option_values(group: str, option: str, folders: Sequence[Path]) -> dict[str, Any]:
+    paths = [path for folder in folders if (path := folder / group / f"{option}.yaml").is_file()]
+    if not paths:
+        return {}
+    values = OmegaConf.to_container(OmegaConf.load(paths[0]), resolve=False)
+    return flatten(
+        {group: {key: value for key, value in cast("dict[str, Any]", values).items() if key != "defaults"}}
+    )
 
 
 def _keys(override: Override) -> list[str]:
@@ -203,6 +288,8 @@ def _prepare(composed: Composed) -> Todo:
 
 
 def _sweep(composed: Composed, config: Config) -> Todo:
+    if composed.sweep_option is not None:
+        _check_overruled(composed)
     cells = expand(composed.cfg, composed.compose, command=composed.command)
     default = composed.sweep_option or ("adhoc" if len(cells) > 1 else "single")
     cells, config = named(cells, config, default=default)
@@ -282,7 +369,7 @@ def stored_cell(path: Path, composed: Composed) -> DictConfig:
         raise UsageError(f"from_file must be a cell.yaml, got a list in {str(path)!r}")
     for key in (*COMMAND_KEYS, "hydra"):
         loaded.pop(key, None)
-    cell = cast("DictConfig", OmegaConf.merge(OmegaConf.structured(Config), loaded))
+    cell = under_schema(loaded, where=str(path))
     command = OmegaConf.masked_copy(composed.cfg, [key for key in COMMAND_KEYS if key != "sweep"])
     cell = cast("DictConfig", OmegaConf.merge(cell, command))
     cell.sweep.name = composed.cfg.sweep.name
@@ -295,8 +382,6 @@ def _put(cell: DictConfig, override: Override, composed: Composed) -> None:
     key = override.key_or_group
     if key == "sweep" or (key.startswith("sweep.") and key != "sweep.name"):
         raise UsageError(f"from_file runs one cell, got {override.input_line}")
-    if override.is_delete():
-        raise UsageError(f"from_file takes values, not deletions, got {override.input_line}")
     if key in composed.command.groups:
         cell[key] = OmegaConf.select(composed.cfg, key)
         return
@@ -306,12 +391,8 @@ def _put(cell: DictConfig, override: Override, composed: Composed) -> None:
 
 def explain(error: Exception) -> str:
     """One message, on one screen, without Hydra's own advice."""
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else None
-    lines = [line.rstrip() for part in (error, cause) if part for line in str(part).splitlines()]
-    noise = (
-        "See https://hydra.cc",
-        "Set the environment variable",
-        "To append to your config",
-        "Config search path",
-    )
-    return "\n".join(line for line in lines if line and not line.strip().startswith(noise))
+    parts = [error]
+    if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
+        parts.append(error.__cause__)
+    lines = [line.rstrip() for part in parts for line in str(part).splitlines()]
+    return "\n".join(line for line in lines if line and not line.strip().startswith(_NOISE))

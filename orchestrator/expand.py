@@ -108,7 +108,21 @@ def base_config(cfg: DictConfig, *, cwd: Path) -> Config:
     Raises:
         ValueError: a required key has no value, or a value has the wrong type.
     """
-    return _absolute(_objects(_schema(cfg)), cwd)
+    return _absolute(_objects(under_schema(cfg)), cwd)
+
+
+def underunder_schema(cfg: DictConfig, *, where: str = "") -> DictConfig:
+    """A configuration under the typed schema, which one read from a file has not met yet.
+
+    Raises:
+        ValueError: a key the schema does not have.
+        omegaconf.errors.OmegaConfBaseException: a value of the wrong type.
+    """
+    if OmegaConf.get_type(cfg) is Config:
+        return cfg
+    for key in flatten(cast("dict[str, Any]", OmegaConf.to_container(cfg, resolve=False))):
+        find(key, where=where)
+    return cast("DictConfig", OmegaConf.merge(OmegaConf.structured(Config), cfg))
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -131,9 +145,14 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _factors(sweep: Mapping[str, Any], command: CommandLine) -> list[Factor]:
     declared = [_single(axis, values) for axis, values in flatten(sweep["grid"]).items()]
     declared += [_zipped(entry) for entry in sweep["zip"]]
-    replaced_axes = command.keys | command.axes.keys()
-    left = [part for factor in declared if (part := _drop(factor, replaced_axes)).axes]
-    return left + [_single(axis, values) for axis, values in command.axes.items()]
+    given = {axis: _single(axis, values) for axis, values in command.axes.items()}
+    factors = []
+    for factor in declared:
+        if factor.axes[0] in given and len(factor.axes) == 1:
+            factors.append(given.pop(factor.axes[0]))
+        elif (left := _drop(factor, command.keys | command.axes.keys())).axes:
+            factors.append(left)
+    return [*factors, *given.values()]
 
 
 def _single(axis: str, values: Any) -> Factor:
@@ -226,7 +245,7 @@ def _configs(
         if choices not in builders:
             chosen = _compose(compose, choices, command) if choices else cfg
             values = [axis for axis in point if axis not in command.groups]
-            builders[choices] = _builder(_schema(chosen), values, cwd=command.cwd)
+            builders[choices] = _builder(under_schema(chosen), values, cwd=command.cwd)
         yield builders[choices](point)
 
 
@@ -293,13 +312,6 @@ def _interpolations(tree: Any) -> Iterator[str]:
             yield from _interpolations(child)
     elif isinstance(tree, str) and "${" in tree:
         yield tree
-
-
-def _schema(cfg: DictConfig) -> DictConfig:
-    """The configuration under the typed schema, which a file given with ``--config-name`` has not met yet."""
-    if OmegaConf.get_type(cfg) is Config:
-        return cfg
-    return cast("DictConfig", OmegaConf.merge(OmegaConf.structured(Config), cfg))
 
 
 def _objects(typed: DictConfig) -> Config:

@@ -123,19 +123,20 @@ def render(plan: Plan) -> RenderableType:
         table.add_row(str(number), launch.label, _cells_text(launch), f"{launch.estimate_s / 60:.1f}")
     hidden = len(plan.launches) - MAX_ROWS
     more = [Text(f"... and {hidden} more launches")] if hidden > 0 else []
-    return Group(table, *more, Text(""), Text(_total(plan)))
+    return Group(table, *more, Text(""), *(Text(line) for line in _totals(plan)))
 
 
-def _total(plan: Plan) -> str:
-    environments = (
-        f"environments to build: {', '.join(plan.environments)} ({plan.environments_s / 60:.1f} min); "
-        if plan.environments
-        else ""
+def _totals(plan: Plan) -> list[str]:
+    lines = []
+    if plan.environments:
+        minutes = f"{plan.environments_s / 60:.1f} min"
+        lines.append(f"environments to build: {', '.join(plan.environments)} ({minutes})")
+    launches = _count(len(plan.launches), "launch")
+    lines.append(
+        f"{_count(plan.num_cells, 'cell')} in {launches} on {_count(plan.slots, 'slot')}, "
+        f"about {math.ceil(plan.estimate_s / 60)} min"
     )
-    return (
-        f"{environments}{_count(plan.num_cells, 'cell')} in {_count(len(plan.launches), 'launch')} on "
-        f"{_count(plan.slots, 'slot')}, about {math.ceil(plan.estimate_s / 60)} min"
-    )
+    return lines
 
 
 def _count(number: int, noun: str) -> str:
