@@ -8,7 +8,7 @@ from typing import Any
 from conf.schema import Tracking
 from orchestrator import store
 from orchestrator.paths import CellPaths, RunPaths, SweepPaths, holds_sweep
-from orchestrator.tracking import Tracker
+from orchestrator.tracking import Tracker, TrackingUnavailableError
 
 EXIT_INCOMPLETE = 1
 
@@ -52,43 +52,68 @@ def relog(runs_folder: Path, tracking: Tracking) -> int:
 
 
 def relog_sweep(paths: SweepPaths, tracker: Tracker) -> Relogged:
-    """Log one sweep's missing cells."""
+    """Log one sweep's missing cells and end its run."""
     with store.sole_owner(paths):
-        results, problems = _read(paths)
-        logged = tracker.logged_cells(paths.name)
-        missing = {
-            cell: result
-            for cell, result in results.items()
-            if (str(result.get("cell_key")), str(result.get("started_at"))) not in logged
-        }
-        unfinished = sum(1 for _ in paths.cells()) - len(results) - len(problems)
+        found = _find(paths, tracker)
         parent = tracker.sweep_status(paths.name)
         tracker.close_stale(paths.name)
         added = 0
-        if missing or parent in {None, "RUNNING"}:
+        if found.missing or parent in {None, "RUNNING"}:
             tracker.take_up(paths.name, params={"sweep": paths.name})
-            added = sum(
-                tracker.finish_cell(None, result, cell) is not None for cell, result in missing.items()
-            )
-            counts = _counts(results.values(), unfinished=unfinished)
-            tracker.finish_sweep(status="KILLED" if unfinished or problems else "FINISHED", counts=counts)
-    before = len(results) - len(missing)
-    return Relogged(added=added, before=before, unfinished=unfinished, problems=tuple(problems))
+            added = _add(found, tracker)
+            whole = not found.unfinished and not found.problems
+            counts = _counts(found.results.values(), unfinished=found.unfinished)
+            tracker.finish_sweep(status="FINISHED" if whole else "KILLED", counts=counts)
+    before = len(found.results) - len(found.missing)
+    return Relogged(added=added, before=before, unfinished=found.unfinished, problems=found.problems)
 
 
-def _read(paths: SweepPaths) -> tuple[dict[CellPaths, dict[str, Any]], list[str]]:
-    """Results by cell, and a sentence for each that is damaged."""
+def log_missing(paths: SweepPaths, tracker: Tracker) -> int:
+    """Within a running sweep: log what the store missed, now or in an earlier command; returns the number of cells.
+
+    Leaves everything as it is if the store still fails.
+    """
+    try:
+        return _add(_find(paths, tracker), tracker)
+    except TrackingUnavailableError:
+        return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A sweep on disk: results by cell, those that the store lacks, number of cells without one, damaged files."""
+
+    results: Mapping[CellPaths, Mapping[str, Any]]
+    missing: Mapping[CellPaths, Mapping[str, Any]]
+    unfinished: int
+    problems: tuple[str, ...]
+
+
+def _find(paths: SweepPaths, tracker: Tracker) -> _Found:
     results: dict[CellPaths, dict[str, Any]] = {}
     problems: list[str] = []
+    unfinished = 0
     for cell in paths.cells():
         try:
             result = store.read_result(cell.result)
         except store.DamagedFileError as error:
             problems.append(str(error))
             continue
-        if result is not None:
+        if result is None:
+            unfinished += 1
+        else:
             results[cell] = result
-    return results, problems
+    logged = tracker.logged_cells(paths.name)
+    missing = {cell: result for cell, result in results.items() if _identity(result) not in logged}
+    return _Found(results=results, missing=missing, unfinished=unfinished, problems=tuple(problems))
+
+
+def _identity(result: Mapping[str, Any]) -> tuple[str, str]:
+    return str(result.get("cell_key")), str(result.get("started_at"))
+
+
+def _add(found: _Found, tracker: Tracker) -> int:
+    return sum(tracker.finish_cell(None, result, cell) is not None for cell, result in found.missing.items())
 
 
 def _counts(results: Collection[Mapping[str, Any]], *, unfinished: int) -> dict[str, int]:

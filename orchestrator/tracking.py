@@ -163,7 +163,10 @@ class Tracker:
 
         ``run_id=None`` (its start could not be logged) creates the run now. Returns the run id, None if that failed.
         """
-        return self._attempt(paths.name, lambda: self._finish(run_id, result, paths))
+        logged = self._attempt(paths.name, lambda: self._finish(run_id, result, paths))
+        if logged is not None and paths.name in self.not_logged:
+            self.not_logged.remove(paths.name)
+        return logged
 
     def finish_sweep(self, *, status: str, counts: Mapping[str, int]) -> None:
         """End the sweep's run. FINISHED becomes FAILED if a cell failed; ``counts`` become ``cells/…`` metrics."""

@@ -7,7 +7,7 @@ from fakes.mlflow_store import FILTERS, own_environment, runs_with_database
 from conf.schema import Tracking
 from orchestrator import store
 from orchestrator.paths import RunPaths
-from orchestrator.relog import relog
+from orchestrator.relog import log_missing, relog
 from orchestrator.tracking import Tracker, TrackingUnavailableError
 
 pytestmark = FILTERS
@@ -110,6 +110,24 @@ def test_cells_measured_while_the_store_was_broken_are_logged_later(runs):
     assert relog(sweep.root, Tracking()) == 0
     expected = [("s", "", "FINISHED"), ("s", "a", "FINISHED"), ("s", "b", "FINISHED"), ("s", "b", "KILLED")]
     assert logged(reopen(runs)) == expected
+
+
+def test_a_resumed_sweep_logs_what_the_store_missed(runs):
+    """Cells of an earlier command, and cells of this one once the store is back; nobody is left not logged."""
+    measure(runs, "s", "a")
+    tracker = reopen(runs)
+    tracker._warn = lambda _message: None
+    tracker.start_sweep("s", num_cells=2, config=fake_config())
+    measure(runs, "s", "b")
+    whole = runs.database.read_bytes()
+    runs.database.write_bytes(b"broken" * 1000)
+    assert tracker.finish_cell(None, fake_result("b"), runs.sweep("s").cell("cell-b")) is None
+    assert log_missing(runs.sweep("s"), tracker) == 0
+    runs.database.write_bytes(whole)
+    assert log_missing(runs.sweep("s"), tracker) == 2
+    assert log_missing(runs.sweep("s"), tracker) == 0
+    assert "cell-b" not in tracker.not_logged
+    assert logged(tracker) == [("s", "", "RUNNING"), ("s", "a", "FINISHED"), ("s", "b", "FINISHED")]
 
 
 def test_unfinished_cells_are_counted_and_the_sweep_is_not_finished(runs, capsys):
