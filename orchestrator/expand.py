@@ -111,7 +111,7 @@ def base_config(cfg: DictConfig, *, cwd: Path) -> Config:
     return _absolute(_objects(under_schema(cfg)), cwd)
 
 
-def underunder_schema(cfg: DictConfig, *, where: str = "") -> DictConfig:
+def under_schema(cfg: DictConfig, *, where: str = "") -> DictConfig:
     """A configuration under the typed schema, which one read from a file has not met yet.
 
     Raises:
