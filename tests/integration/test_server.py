@@ -137,11 +137,11 @@ def test_ready_at_ninety_percent_of_the_limit_succeeds(tmp_path):
     """/health answers 503 until then; that is no failure."""
 
     async def run():
-        script = stub.Script(ready_after_s=2.7)
-        async with await Server.start(stub_spec(tmp_path, script, start_timeout_s=3.4)) as server:
+        script = stub.Script(ready_after_s=5.1)
+        async with await Server.start(stub_spec(tmp_path, script, start_timeout_s=6.0)) as server:
             return server.started_s
 
-    assert 2.7 < asyncio.run(run()) < 3.4
+    assert 5.1 < asyncio.run(run()) < 6.0
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_a_port_grabbed_by_a_third_party_is_tried_once_more(tmp_path, answers):
             grabbing.append(loop.create_task(grab(port)))
             return stub.argv(port)
 
-        spec = stub_spec(tmp_path, stub.Script(bind_delay_s=1.0), argv_for_port=argv_for_port)
+        spec = stub_spec(tmp_path, stub.Script(bind_delay_s=0.6), argv_for_port=argv_for_port)
         async with await start_with_retries(spec, busy_wait_s=0) as server:
             await asyncio.gather(*grabbing)
             taken[1].close()

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from fakes import stub
 from workers import supervise
 
 FAST = {"grace_s": 0.5}
+SILENCE_S = 15.0
 
 
 class Supervised:
@@ -31,12 +33,14 @@ class Supervised:
             **changes,
         }
         command = [sys.executable, "-I", "-S", supervise.__file__]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         self.process.stdin.write(json.dumps(self.config).encode() + b"\n")
         self.process.stdin.flush()
         self.events = []
 
     def next(self):
+        ready, _, _ = select.select([self.process.stdout], [], [], SILENCE_S)
+        assert ready, f"no event for {SILENCE_S} s after {self.events}"
         line = self.process.stdout.readline()
         if line:
             self.events.append(json.loads(line))
