@@ -596,9 +596,10 @@ class Http(asyncio.Protocol):
 # --- start ---
 
 
-def fork_children(script):
-    """Children in sessions of their own, as an engine core is; each holds its lock until it ends."""
-    return [_fork_child(script, number) for number in range(script.children)]
+def fork_children(script, children):
+    """Add children in sessions of their own, as an engine core is; each holds its lock until it ends."""
+    for number in range(script.children):
+        children.append(_fork_child(script, number))
 
 
 def _fork_child(script, number):
@@ -610,12 +611,12 @@ def _fork_child(script, number):
         os.close(held)
         return pid
     os.setsid()
-    LIBC.prctl(PR_SET_NAME, script.child_title.encode()[:15], 0, 0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if script.children_ignore_sigterm else signal.SIG_DFL)
     if script.lock_path is not None:
         lock = os.open(f"{script.lock_path}.{number}", os.O_RDWR | os.O_CREAT, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, str(os.getpid()).encode())
+    LIBC.prctl(PR_SET_NAME, script.child_title.encode()[:15], 0, 0, 0)  # last: a test may wait for the name
     os.close(holding)
     while True:
         signal.pause()
@@ -713,8 +714,9 @@ async def serve(args, script, listener):
 def main():
     script = from_json(os.environ.get(VARIABLE, "{}"))
     args = parse_args(sys.argv[1:])
-    children = fork_children(script)
+    children = []
     install_signals(script, children)
+    fork_children(script, children)
     if script.silent:
         while True:
             signal.pause()
