@@ -41,6 +41,11 @@ def open_files(pid: int) -> dict[str, str]:
     return found
 
 
+def exists(pid: int) -> bool:
+    """Whether the kernel still knows a process, zombies included."""
+    return (PROC / str(pid)).exists()
+
+
 def listener_in_tree(port: int, *, root: int) -> bool:
     """Whether ``root`` or a descendant of it listens on the port."""
     wanted = {f"socket:[{inode}]" for inode in listening_sockets(port)}

@@ -78,7 +78,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._exec_problem: str | None = None
-        self._left: list[int] | None = None
+        self._left: list[int] = []  # what the supervisor could not kill
         self._launched = asyncio.Event()
         self._ended = asyncio.Event()  # the main process has ended, or nobody can tell any more
         self._owns_port = False
@@ -330,6 +330,7 @@ class Server:
             await asyncio.wait({self._reading}, timeout=self.spec.stop_grace_s + STOP_MARGIN_S)
             self._reading.cancel()
         left = await asyncio.to_thread(processes.kill_writers, self.log_path, wait_s=supervise.KILL_WAIT_S)
+        left += [pid for pid in self._left if pid not in left and processes.exists(pid)]
         if left:
             raise ServelabError(
                 f"processes {left} of the server on port {self.port} survived SIGKILL and may hold its device; "
