@@ -410,7 +410,7 @@ def _connect(uri: str, *, experiment: str, runs: RunPaths) -> tuple["MlflowClien
     try:
         if path is None:
             return _client(uri, experiment=experiment, artifacts=runs.artifacts if local else None)
-        with store.locked(path.with_name(f".{path.name}.lock")):
+        with store.locked(path.with_name(f"{path.name}.lock")):
             address.check_sqlite(path)
             return _client(uri, experiment=experiment, artifacts=runs.artifacts)
     except _open_failures() as error:
