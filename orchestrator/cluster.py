@@ -2,9 +2,8 @@
 
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,6 @@ class Cluster:
     """Ray as the driver sees it: ``submit`` launches, ``events`` yields what they report."""
 
     def __init__(self, config: Config) -> None:
-        quiet_environment()
         self._own = config.ray.address is None
         if self._own:
             slots = config.hardware.engine_slots if config.hardware.kind is HardwareKind.cpu else 0
@@ -68,17 +66,18 @@ class Cluster:
             ValueError: no node can ever hold one; a request like that would wait for ever in Ray.
         """
         name, amount = resource(config)
-        per_node = [node["Resources"].get(name, 0.0) for node in ray.nodes() if node["Alive"]]
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        per_node = [node["Resources"].get(name, 0.0) for node in nodes if node["Alive"]]
         fits = int(sum(have // amount for have in per_node))
         if fits < 1:
             most = max(per_node, default=0.0)
             remedy = (
                 "start Ray with --resources='{\"engine_slot\": 1}' on a node that may run engines"
                 if name == ENGINE_SLOT
-                else "lower engine.tensor_parallel_size × engine.pipeline_parallel_size, add a node, or use hardware=cpu"
+                else "lower engine.tensor_parallel_size * engine.pipeline_parallel_size, add a node, or use hardware=cpu"
             )
             raise ValueError(
-                f"engine {config.engine.name!r} needs {amount:g} × {name} on one node, the largest node has {most:g}: {remedy}",
+                f"engine {config.engine.name!r} needs {amount:g} {name} on one node, the largest node has {most:g}: {remedy}",
             )
         return fits
 
@@ -164,19 +163,6 @@ def connect(address: str) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text."""
     return (str(error).splitlines() or [type(error).__name__])[0]
-
-
-def quiet_environment(environ: Any = os.environ) -> None:
-    """Ray's own reports off, its authentication as it ships; a value that the user set stays."""
-    defaults: Mapping[str, str] = {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "token",
-        "RAY_SCHEDULER_EVENTS": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
-    for name, value in defaults.items():
-        environ.setdefault(name, value)
 
 
 def silence_raylet() -> None:

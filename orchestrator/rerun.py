@@ -13,7 +13,7 @@ from orchestrator import store
 from orchestrator.expand import Cell
 from orchestrator.paths import RESULT_FILE, SweepPaths
 from orchestrator.run import run_sweep
-from orchestrator.summary import COLUMNS, number
+from orchestrator.summary import COLUMNS, UNKNOWN, number, wide_console
 
 # Facts whose change means that the re-run measured something else; pids, ports and times differ by nature.
 DRIFT_FACTS = (
@@ -86,7 +86,7 @@ def comparison_table(old: Mapping[str, Any], new: Mapping[str, Any]) -> Table:
 
 def ratio(before: float | None, after: float | None) -> str:
     """``after / before`` with two decimals; a dash when it is not defined."""
-    return "–" if before is None or after is None or before == 0 else f"{after / before:.2f}"
+    return UNKNOWN if before is None or after is None or before == 0 else f"{after / before:.2f}"
 
 
 def print_comparison(
@@ -97,7 +97,7 @@ def print_comparison(
     console: Console | None = None,
 ) -> None:
     """Print old beside new, then each drift; say so when there is nothing to compare with."""
-    console = console or Console(soft_wrap=False)
+    console = console or wide_console()
     if old is None or new is None:
         missing = f"no {RESULT_FILE} beside {original}" if old is None else "the new run left no result"
         console.print(f"nothing to compare: {missing}", markup=False, highlight=False, soft_wrap=True)

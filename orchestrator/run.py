@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from conf.schema import Config
-from orchestrator import resume, store
+from orchestrator import ray_environment, resume, store
 from orchestrator.display import Display, show
 from orchestrator.expand import Cell
 from orchestrator.identity import workload_hash
@@ -128,15 +128,14 @@ class Driver:
             self._tracker.finish_sweep(status=status, counts=store.count(self._paths, cells))
 
     def _run_on_cluster(self) -> None:
+        ray_environment.prepare()
         from orchestrator.cluster import Cluster
 
         cluster = Cluster(self._config)
         with self._stop.installed():
             try:
-                self._num_slots = min(
-                    min(cluster.capacity(job.launch.cells[0].config) for job in self._waiting),
-                    len(self._waiting),
-                )
+                fits = [cluster.capacity(job.launch.cells[0].config) for job in self._waiting]
+                self._num_slots = min([*fits, len(fits)])
                 self._loop(cluster)
             finally:
                 cluster.close()
@@ -195,7 +194,8 @@ class Driver:
 
     def _finished(self, job: Job, event: CellFinished) -> None:
         cell = _cell(job, event.cell)
-        assert cell is not None
+        if cell is None:
+            raise RuntimeError(f"launch {job.launch.key} finished cell {event.cell}, which it was not given")
         self._record(job, cell, {"outcome": "done", "error": None, **event.payload}, event.files)
 
     def _failed(self, job: Job, event: CellFailed) -> None:

@@ -25,6 +25,8 @@ COLUMNS = (
     ("preempt.", "preemptions/total"),
     ("KV tokens", "kv_cache/tokens"),
 )
+FILE_WIDTH = 160
+UNKNOWN = "-"
 MARKER = {"valid": "valid", "invalid": "INVALID", "failed": "FAILED"}
 
 
@@ -85,9 +87,9 @@ def reasons(outcome: CellOutcome) -> str:
 
 
 def number(value: float | None) -> str:
-    """A figure with about three digits; ``–`` for unknown."""
+    """A figure with about three digits; a dash for unknown."""
     if value is None:
-        return "–"
+        return UNKNOWN
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -125,7 +127,7 @@ def print_summary(
     console: Console | None = None,
 ) -> None:
     """Print the table, every failure with its class and log path, the time table and the links."""
-    console = console or Console(soft_wrap=False)
+    console = console or wide_console()
     if outcomes:
         console.print(result_table(outcomes))
     for outcome in outcomes:
@@ -140,6 +142,12 @@ def print_summary(
     console.print(time_line(time_spent), markup=False, highlight=False, soft_wrap=True)
     for link in links:
         console.print(link, markup=False, highlight=False, soft_wrap=True)
+
+
+def wide_console() -> Console:
+    """stdout; where it is no terminal, wide enough for a table that is read later."""
+    console = Console()
+    return console if console.is_terminal else Console(width=FILE_WIDTH)
 
 
 def time_line(spent: TimeSpent) -> str:

@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 from conf.schema import Config, HardwareKind
-from workers import engine_log, engines
+from workers import engine_log, engines, host
 from workers.cache import cache_root
 from workers.cores import client_cores, topology
 from workers.environment import EngineBuild, build_environment
-from workers.errors import EngineStartError, ServelabError
+from workers.errors import EngineDiedError, EngineStartError, NotDrainedError, ServelabError
 from workers.events import CellFailed, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
 from workers.measure import Measurement, measure_cell
 from workers.model import PreparedModel, prepare_model
@@ -78,6 +78,7 @@ class _Launch:
 
     async def _serve(self) -> None:
         check_devices(self._config, self._device_ids)
+        check_host(self._config)
         with self._phase("environment"):
             build = await asyncio.to_thread(self._build)
         with self._phase("model"):
@@ -158,10 +159,10 @@ class _Launch:
                 CellFailed(
                     cell=cell.key,
                     cause=cause,
-                    message=str(error),
+                    message=str(error).removesuffix(f"; log: {self._log_path}"),
                     log_tail=tail,
                     traceback="".join(traceback.format_exception(error)),
-                    retryable=cause in RETRYABLE,
+                    retryable=isinstance(error, EngineDiedError | NotDrainedError),
                     timing=dict(self._timing),
                     files=files,
                 ),
@@ -180,8 +181,15 @@ def free_cores(config: Config, log_path: Path) -> frozenset[int] | None:
     return frozenset(os.sched_getaffinity(0)) - taken or None
 
 
-# Causes that a second try can mend; what cannot fit or is broken stays so.
-RETRYABLE = frozenset({"died", "not_drained", "device_busy", "port_taken"})
+def check_host(config: Config) -> None:
+    """Refuse what this host's processor cannot run, before anything is built or started.
+
+    Raises:
+        EngineStartError: cause ``refused_by_host``.
+    """
+    problem = engines.refused_by_host(config, cpu_flags=host.cpu_flags())
+    if problem is not None:
+        raise EngineStartError(problem, cause="refused_by_host")
 
 
 def check_devices(config: Config, device_ids: Sequence[str]) -> None:
