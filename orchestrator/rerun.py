@@ -20,18 +20,20 @@ DRIFT_FACTS = (
     "server.version",
     "server.commit",
     "server.attention_backend",
+    "server.dtype",
     "server.kv_cache_dtype",
     "server.kv_cache_tokens",
     "server.kv_cache_blocks",
     "server.block_size",
     "server.prefix_caching",
     "server.max_model_len",
-    "environment.freeze_sha256",
+    "environment.sha256",
+    "environment.torch",
     "host.name",
     "host.kernel",
     "host.cpu_model",
-    "host.gpu_names",
-    "host.gpu_driver",
+    "device0.name",
+    "device0.driver",
 )
 
 
