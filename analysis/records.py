@@ -5,7 +5,7 @@ happen. Rows with ``phase == "warmup"`` are stored but enter no statistic.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ SCHEMA = pa.schema(
 
 def write_records(path: Path, records: Iterable[Record]) -> None:
     """Write rows to a Parquet file (zstd)."""
-    rows = [asdict(record) for record in records]
+    rows = [{name: getattr(record, name) for name in SCHEMA.names} for record in records]
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path, compression="zstd")
 
 

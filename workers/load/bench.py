@@ -31,7 +31,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from workers.load.client import LoadSpec, run_load
+from workers.load.client import LoadSpec, import_path, run_load
 from workers.load.payload import http_request
 from workers.load.workload import Request, read_arrivals, write_arrivals
 
@@ -138,7 +138,8 @@ def raw(setting: Setting, *, url: str, arrivals: Path) -> Measured:
         str(arrivals),
         str(setting.client_core),
     ]
-    answer = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    env = os.environ | {"PYTHONPATH": import_path()}
+    answer = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env).stdout)
     return Measured(
         cpu_s=answer["cpu_s"], after_cpu_s=None, ttft_ns=answer["ttft_ns"], send_lag_ns=answer["lag_ns"]
     )
@@ -298,7 +299,8 @@ def _server(setting: Setting) -> Iterator[str]:
         sys.executable, "-m", "workers.load.mock_server", "--core", str(setting.server_core),
         "--first-ms", str(setting.first_ms), "--gap-ms", str(setting.gap_ms),
     ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    env = os.environ | {"PYTHONPATH": import_path()}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             line = process.stdout.readline() if process.stdout is not None else ""
             yield f"http://127.0.0.1:{json.loads(line)['port']}"

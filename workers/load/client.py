@@ -230,7 +230,7 @@ class _Shard:
             "shard": number,
             "num_shards": of,
             "out_dir": str(folder),
-            "cpu_affinity": sorted(cpu_affinity) if cpu_affinity is not None else None,
+            "cpu_affinity": sorted(cpu_affinity) if cpu_affinity else None,
         }
         self._process: asyncio.subprocess.Process | None = None
 
@@ -243,7 +243,7 @@ class _Shard:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "workers.load.generate", str(job),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                env=os.environ | {"PYTHONPATH": _import_path()}, start_new_session=True,
+                env=os.environ | {"PYTHONPATH": import_path()}, start_new_session=True,
             )  # fmt: skip
         await self._event("ready")
 
@@ -302,8 +302,8 @@ class _Shard:
 _ERRORS: dict[str, type[Exception]] = {"ClientLimitError": ClientLimitError, "ValueError": ValueError}
 
 
-def _import_path() -> str:
-    """Where the child finds this package, whatever put it on this process's path."""
+def import_path() -> str:
+    """Return the ``PYTHONPATH`` with which a child finds this package, whatever put it on our own path."""
     root = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")
     return f"{root}{os.pathsep}{inherited}" if inherited else root

@@ -216,8 +216,9 @@ class Sender:
         self._idle.append(connection)
 
     def forget(self, connection: "_Connection") -> None:
-        """An idle connection was closed."""
+        """A connection is closed or about to be: out of the pool, if it is there."""
         if connection.idle_since_ns is not None:
+            connection.idle_since_ns = None
             self._idle.remove(connection)
 
     def finish(self, flight: Flight, *, error: str | None) -> None:
@@ -309,6 +310,10 @@ class _Connection(asyncio.Protocol):
         if self._chunked and not data.endswith(_END_OF_CHUNKS) and len(data) > 3:
             return
         self._look_for_end()
+
+    def eof_received(self) -> None:
+        """The server closes: not to be sent on any more, though the loop closes it only later."""
+        self._sender.forget(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._sender.forget(self)

@@ -164,11 +164,7 @@ def test_line_ends_comments_and_other_fields(line):
     """SSE allows three line ends, comments, other fields and data over several lines."""
     body = (
         b": ping\n\n"
-        + b"event: x\nid: 4\n"
-        + content("a")
-        + b'data: {"choices":\ndata: []}\n\n'
-        + content("b")
-        + DONE
+        b"event: x\nid: 4\n" + content("a") + b'data: {"choices":\ndata: []}\n\n' + content("b") + DONE
     )
     got = stream((1, body.replace(b"\n", line)))
     assert (got.error, got.text, got.num_output_tokens) == (None, "ab", 2)
