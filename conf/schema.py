@@ -159,10 +159,10 @@ class Scheduler:
 
 @dataclass(kw_only=True)
 class Length:
-    """A distribution of token counts; drawn values are refused, not clipped, outside ``min``–``max``.
+    """A distribution of token counts; drawn values are refused, not clipped, outside ``min`` to ``max``.
 
-    fixed: ``value``. uniform: integers ``min``–``max``. lognormal: median ``value``, ``sigma`` of the log,
-    redrawn until inside ``min``–``max``. trace: the trace's own column.
+    fixed: ``value``. uniform: integers ``min`` to ``max``. lognormal: median ``value``, ``sigma`` of the log,
+    redrawn until inside ``min`` to ``max``. trace: the trace's own column.
     """
 
     kind: LengthKind = LengthKind.fixed

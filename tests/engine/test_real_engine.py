@@ -17,7 +17,9 @@ def smoke(tmp_path_factory):
     """One run of the README's first command; environments and model are shared with the user's cache."""
     folder = tmp_path_factory.mktemp("smoke")
     command = [sys.executable, "-m", "orchestrator", "+sweep=smoke", f"runs_dir={folder / 'runs'}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads(path.read_text()) for path in (folder / "runs" / "smoke").glob("*/result.json")]
     return folder, done.stdout, sorted(results, key=lambda result: result["axes"]["load.rate_per_s"])
@@ -41,7 +43,7 @@ def test_the_server_itself_reports_what_was_asked(smoke):
         assert server["server.version"] == "0.32.0"
         assert server["server.kv_cache_dtype"] == "bfloat16"
         assert server["server.kv_cache_memory_bytes"] == 4 * 2**20
-        # 30 layers × 2 × 3 KV heads × 64 × 2 bytes = 23,040 bytes a token; 4 MiB hold 5 blocks of 32 tokens.
+        # 30 layers x 2 x 3 KV heads x 64 x 2 bytes = 23,040 bytes a token; 4 MiB hold 5 blocks of 32 tokens.
         assert (server["server.kv_cache_blocks"], server["server.kv_cache_tokens"]) == (5, 160)
         assert server["process.port_owned"] is True
 
