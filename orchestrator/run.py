@@ -11,16 +11,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from conf.schema import Config
+from conf.schema import Config, ModelSource
 from orchestrator import ray_environment, resume, store
 from orchestrator.display import Display, show
 from orchestrator.expand import Cell
 from orchestrator.identity import workload_hash
 from orchestrator.paths import CellPaths, SweepPaths
 from orchestrator.plan import Launch, Plan, plan
+from orchestrator.relog import log_missing
 from orchestrator.summary import CellOutcome, TimeSpent, add_timing, outcome_line, print_summary
 from orchestrator.tracking import Tracker
+from workers import engines
 from workers.events import CellFailed, CellFinished, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
+from workers.model import PreparedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
 
 POLL_S = 0.5
 EXIT_FAILED = 1
+# Stands for a local model before it is prepared: only whether its KV bytes can be counted matters then.
+ANY_MODEL = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 16}
 
 
 @dataclass(slots=True)
@@ -37,31 +42,46 @@ class StopSignal:
 
     number: int | None = None
 
+    @property
+    def exit_code(self) -> int | None:
+        """128 + the signal's number, as shells count; None while there was none."""
+        return None if self.number is None else 128 + self.number
+
     def __call__(self, number: int, _frame: object) -> None:
         """Signal handler."""
         if self.number is not None:
             os._exit(128 + number)
         self.number = number
 
+    def install(self) -> dict[signal.Signals, Any]:
+        """Handle both signals from here on; returns the handlers before. Needed again once Ray has set its own."""
+        return {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+
     @contextmanager
     def installed(self) -> "Iterator[StopSignal]":
-        """Handle both signals inside the block. Install after Ray has started: Ray sets handlers of its own."""
-        old = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
+        """Handle both signals inside the block."""
+        before = self.install()
         try:
             yield self
         finally:
-            for number, handler in old.items():
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """A launch that waits or runs: what is left of its cells, and which attempt this is."""
+    """A launch that waits or runs: what is left of its cells, and how each of them has failed so far."""
 
     launch: Launch
     cells: list[Cell]
     attempt: int = 1
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by cell key
+    current: str | None = None  # key of the cell that the slot works on
+    moved: bool = False  # this attempt has ended or failed a cell
+
+    def cell(self, key: str | None) -> Cell | None:
+        """The cell of that key, if it is left."""
+        return next((cell for cell in self.cells if cell.key == key), None)
 
 
 def run_sweep(cells: Sequence[Cell], config: Config) -> int:
@@ -70,35 +90,60 @@ def run_sweep(cells: Sequence[Cell], config: Config) -> int:
     0 all cells done (valid or invalid) · 1 a cell failed · 130/143 ended by SIGINT/SIGTERM.
 
     Raises:
-        ValueError: the tracking store or the cluster cannot do what the configuration asks.
+        ValueError: an engine, the tracking store or the cluster cannot do what the configuration asks.
+        ServelabError: the store does not answer, the sweep is in use, or a stored result is damaged.
     """
     paths = SweepPaths(Path(config.runs_dir), str(config.sweep.name))
-    decision = resume.decide(cells, store.read_results(paths, cells), rerun=config.rerun)
-    todo = plan(decision.todo, seed=config.seed, shuffle=config.sweep.shuffle)
-    with Tracker.open(config.tracking, runs_dir=Path(config.runs_dir)) as tracker:
-        tracker.close_stale(paths.name)
-        store.write_sweep(paths, cells=cells, config=config, plan=todo)
-        driver = Driver(config=config, paths=paths, tracker=tracker, plan=todo)
-        with show(total=len(decision.todo)) as display:
-            display.say(f"sweep {paths.name}: {decision.sentence()} → {paths.root}")
-            driver.display = display
-            driver.run(cells)
-        outcomes = [
-            CellOutcome(axes=cell.axes, result=result, folder=paths.cell(cell).root)
-            for cell in cells
-            if (result := store.read_result(paths.cell(cell).result)) is not None
-        ]
-        links = tracker.links(config.tracking.ui_url)
+    with StopSignal().installed() as stop, store.sole_owner(paths):
+        decision = resume.decide(cells, store.read_results(paths, cells), rerun=config.rerun)
+        todo = plan(decision.todo, seed=config.seed, shuffle=config.sweep.shuffle)
+        check_commands(todo.launches)
+        with Tracker.open(config.tracking, runs_dir=Path(config.runs_dir)) as tracker:
+            tracker.close_stale(paths.name)
+            store.write_sweep(paths, cells=cells, config=config, plan=todo)
+            driver = Driver(config=config, paths=paths, tracker=tracker, plan=todo, stop=stop)
+            with show(total=len(decision.todo)) as display:
+                display.say(f"sweep {paths.name}: {decision.sentence()} → {paths.root}")
+                driver.display = display
+                driver.run(cells)
+            links = tracker.links(config.tracking.ui_url)
+        outcomes = read_outcomes(paths, cells)
     print_summary(
         outcomes, time_spent=driver.time_spent(), links=links, not_started=len(cells) - len(outcomes)
     )
-    return driver.exit_code(outcomes)
+    failed = any(outcome.state == "failed" for outcome in outcomes)
+    return stop.exit_code or (EXIT_FAILED if failed else 0)
+
+
+def read_outcomes(paths: SweepPaths, cells: Sequence[Cell]) -> list[CellOutcome]:
+    """What is known of every cell that has a result, in the order of the sweep."""
+    results = store.read_results(paths, cells)
+    return [
+        CellOutcome(axes=cell.axes, result=results[cell.key], folder=paths.cell(cell).root)
+        for cell in cells
+        if cell.key in results
+    ]
+
+
+def check_commands(launches: Sequence[Launch]) -> None:
+    """Write down every engine's command once, so that what it cannot express is known before anything starts.
+
+    Raises:
+        ValueError: for a setting that an engine cannot express, by the setting's name.
+    """
+    for launch in launches:
+        config = launch.cells[0].config
+        known = config.model.source is not ModelSource.hub
+        model = PreparedModel(path="", sha256=None, vocab_size=None, config=ANY_MODEL if known else {})
+        engines.command(config, model=model, port=0, python=Path("python"))
 
 
 class Driver:
     """Submits launches, turns their events into files and tracking, retries what can be retried."""
 
-    def __init__(self, *, config: Config, paths: SweepPaths, tracker: Tracker, plan: Plan) -> None:
+    def __init__(
+        self, *, config: Config, paths: SweepPaths, tracker: Tracker, plan: Plan, stop: StopSignal
+    ) -> None:
         self._config = config
         self._paths = paths
         self._tracker = tracker
@@ -111,7 +156,8 @@ class Driver:
         self._num_failed = 0
         self._began = time.monotonic()
         self._ended: float | None = None
-        self._stop = StopSignal()
+        self._stop = stop
+        self._cutting = False
         self.display: Display
 
     def run(self, cells: Sequence[Cell]) -> None:
@@ -125,20 +171,26 @@ class Driver:
         finally:
             self._ended = time.monotonic()
             self._tracker.close_running(self._paths.name)
+            if self._tracker.not_logged:
+                log_missing(self._paths, self._tracker)
             self._tracker.finish_sweep(status=status, counts=store.count(self._paths, cells))
 
     def _run_on_cluster(self) -> None:
         ray_environment.prepare()
         from orchestrator.cluster import Cluster
 
-        cluster = Cluster(self._config)
-        with self._stop.installed():
-            try:
-                fits = [cluster.capacity(job.launch.cells[0].config) for job in self._waiting]
-                self._num_slots = min([*fits, len(fits)])
-                self._loop(cluster)
-            finally:
-                cluster.close()
+        try:
+            cluster = Cluster(self._config)
+        except SystemExit:  # SIGTERM while Ray starts: its own handler has replaced ours
+            self._stop.number = signal.SIGTERM
+            return
+        self._stop.install()
+        try:
+            fits = [cluster.capacity(job.launch.cells[0].config) for job in self._waiting]
+            self._num_slots = min([*fits, len(fits)])
+            self._loop(cluster)
+        finally:
+            cluster.close()
 
     def _loop(self, cluster: "Cluster") -> None:
         while (self._waiting or self._running) and not self._stop.number:
@@ -154,6 +206,7 @@ class Driver:
 
     def _submit(self, cluster: "Cluster", job: Job) -> None:
         self._running[job.launch.key] = job
+        job.current, job.moved = None, False
         specs = tuple(CellSpec(key=cell.key, config=cell.config) for cell in job.cells)
         cluster.submit(
             LaunchSpec(key=job.launch.key, cells=specs, base_env=dict(os.environ), attempt=job.attempt),
@@ -161,6 +214,7 @@ class Driver:
 
     def _cut(self, cluster: "Cluster") -> None:
         self.display.say("stopping: servers are being ended, what was measured is kept")
+        self._cutting = True
         for launch, event in cluster.stop_all():
             self._handle(launch, event)
         self._running.clear()
@@ -174,15 +228,20 @@ class Driver:
                 self._phase(job, event)
             case CellFinished():
                 self._finished(job, event)
-            case CellFailed():
-                self._failed(job, event)
             case LaunchFinished():
                 self._timing = add_timing(self._timing, event.timing)
+                if event.problem is not None:
+                    self.display.say(f"{job.launch.label}: {event.problem}")
+            case _ if self._cutting:
+                pass  # what ends because we end it has not failed
+            case CellFailed():
+                self._failed(job, event)
             case _:
                 self._launch_over(job, event)
 
     def _phase(self, job: Job, event: Phase) -> None:
-        cell = _cell(job, event.cell)
+        cell = job.cell(event.cell)
+        job.current = event.cell
         if cell is not None and cell.key not in self._run_ids:
             self._begin(cell)
         self.display.launch(job.launch.key, event, cell.folder if cell else job.launch.label)
@@ -193,19 +252,20 @@ class Driver:
         self._run_ids[cell.key] = self._tracker.start_cell(cell)
 
     def _finished(self, job: Job, event: CellFinished) -> None:
-        cell = _cell(job, event.cell)
+        cell = job.cell(event.cell)
         if cell is None:
             raise RuntimeError(f"launch {job.launch.key} finished cell {event.cell}, which it was not given")
         self._record(job, cell, {"outcome": "done", "error": None, **event.payload}, event.files)
 
     def _failed(self, job: Job, event: CellFailed) -> None:
-        cell = _cell(job, event.cell)
+        cell = job.cell(event.cell)
         if cell is None:
             return
-        attempt = {"attempt": job.attempt, "cause": event.cause, "message": event.message}
-        job.attempts.append(attempt)
-        if event.retryable and job.attempt <= self._config.retries and not self._stop.number:
-            self.display.say(f"{cell.folder}: {event.cause}, will be tried again: {event.message}")
+        attempts = job.attempts.setdefault(cell.key, [])
+        attempts.append({"attempt": len(attempts) + 1, "cause": event.cause, "message": event.message})
+        job.moved = True
+        if event.retryable and len(attempts) <= self._config.retries and not self._stop.number:
+            self._try_again(cell, event)
             return
         error = {
             "class": event.cause,
@@ -223,6 +283,20 @@ class Driver:
         }
         self._record(job, cell, payload, event.files)
 
+    def _try_again(self, cell: Cell, event: CellFailed) -> None:
+        """Keep the attempt's files under ``attempts/``; the cell stays in its job."""
+        paths = self._paths.cell(cell)
+        if cell.key not in self._run_ids:
+            self._begin(cell)
+        store.write_files(paths, event.files)
+        store.archive(paths)
+        self._note(cell, state="again", cause=event.cause, message=event.message)
+        self.display.say(f"{cell.folder}: {event.cause}, will be tried again: {event.message}")
+
+    def _note(self, cell: Cell, **what: str | None) -> None:
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        store.append_line(self._paths.events, {"at": at, "cell": cell.key, "folder": cell.folder, **what})
+
     def _record(self, job: Job, cell: Cell, payload: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         if cell.key not in self._run_ids:
             self._begin(cell)
@@ -233,7 +307,7 @@ class Driver:
             "axes": cell.axes,
             "launch_key": job.launch.key,
             "workload_hash": workload_hash(cell.config),
-            "attempts": job.attempts,
+            "attempts": job.attempts.get(cell.key, []),
             "mlflow_run_id": run_id,
             "started_at": self._started_at[cell.key],
             **payload,
@@ -243,42 +317,31 @@ class Driver:
         store.write_result(paths, result)
         self._tracker.finish_cell(run_id, result, paths)
         job.cells.remove(cell)
+        job.moved = True
         outcome = CellOutcome(axes=cell.axes, result=result, folder=paths.root)
+        self._note(cell, state=outcome.state, cause=(result["error"] or {}).get("class"))
         self._num_failed += outcome.state == "failed"
         self.display.cell_over(outcome_line(outcome))
 
     def _launch_over(self, job: Job, event: Any) -> None:
+        """The slot has gone. Cells that are left start again on a new engine, blamed or not."""
         del self._running[job.launch.key]
         self.display.launch_over(job.launch.key)
-        if not job.cells:
-            return
-        message = getattr(event, "message", None)
-        if message is not None and job.attempt > self._config.retries:
-            self._fail_rest(job, cause="slot_lost", message=message)
-        elif job.attempt > self._config.retries:
-            self._fail_rest(job, cause="no_result", message="the launch ended without a result for this cell")
-        else:
-            if message is not None:
-                self.display.say(f"{job.launch.label}: slot lost ({message}), its cells will be tried again")
-                job.attempts.append({"attempt": job.attempt, "cause": "slot_lost", "message": message})
+        lost = getattr(event, "message", None)
+        current = job.cell(job.current)
+        if lost is not None:
+            self._blame([current] if current else job.cells, job, cause="slot_lost", message=lost)
+        elif not job.moved:
+            self._blame(job.cells, job, cause="no_result", message="the launch ended without a result")
+        if job.cells:
             job.attempt += 1
             self._waiting.append(job)
 
-    def _fail_rest(self, job: Job, *, cause: str, message: str) -> None:
-        for cell in list(job.cells):
-            self._failed(job, CellFailed(cell=cell.key, cause=cause, message=message))
+    def _blame(self, cells: Sequence[Cell], job: Job, *, cause: str, message: str) -> None:
+        for cell in list(cells):
+            self._failed(job, CellFailed(cell=cell.key, cause=cause, message=message, retryable=True))
 
     def time_spent(self) -> TimeSpent:
         """Seconds by phase over all slots, so far."""
         wall = (self._ended or time.monotonic()) - self._began
         return TimeSpent(phases=self._timing, wall_s=wall, num_slots=self._num_slots)
-
-    def exit_code(self, outcomes: Sequence[CellOutcome]) -> int:
-        """See run_sweep."""
-        if self._stop.number:
-            return 128 + self._stop.number
-        return EXIT_FAILED if any(outcome.state == "failed" for outcome in outcomes) else 0
-
-
-def _cell(job: Job, key: str | None) -> Cell | None:
-    return next((cell for cell in job.cells if cell.key == key), None)

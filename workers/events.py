@@ -65,9 +65,13 @@ class CellFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchFinished:
-    """The launch is over, its processes are gone. Seconds by phase; None = did not happen."""
+    """The launch is over. Seconds by phase; None = did not happen.
+
+    Its processes are gone, unless ``problem`` says which are not.
+    """
 
     timing: Mapping[str, float | None]
+    problem: str | None = None
 
 
 Event = Phase | CellFinished | CellFailed | LaunchFinished

@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from conf.schema import Config, HardwareKind
@@ -18,13 +19,14 @@ from workers import engine_log, engines, host
 from workers.cache import cache_root
 from workers.cores import client_cores, topology
 from workers.environment import EngineBuild, build_environment
-from workers.errors import EngineDiedError, EngineStartError, NotDrainedError, ServelabError
-from workers.events import CellFailed, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
+from workers.errors import ClientLimitError, EngineDiedError, EngineStartError, NotDrainedError, ServelabError
+from workers.events import CellFailed, CellFinished, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
 from workers.measure import Measurement, measure_cell
 from workers.model import PreparedModel, prepare_model
 from workers.server import Server, ServerSpec, log_tail, start_with_retries
 
 Emit = Callable[[Event], None]
+SHARED_PHASES = ("environment_s", "model_s", "start_s")  # paid once per launch, told with each of its cells
 
 
 async def run_launch(spec: LaunchSpec, *, device_ids: Sequence[str]) -> AsyncIterator[Event]:
@@ -54,6 +56,7 @@ class _Launch:
         self._device_ids = tuple(device_ids)
         self._emit = emit
         self._left: list[CellSpec] = list(spec.cells)
+        self._measuring = False
         self._timing: dict[str, float] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="servelab-"))
 
@@ -66,14 +69,15 @@ class _Launch:
         return self._folder / "server.log"
 
     async def run(self) -> None:
+        problem = None
         try:
             await self._serve()
-        except ServelabError as error:
-            self._fail_left(error)
         except Exception as error:  # noqa: BLE001 - the one broad catch: whatever it is becomes failure records
-            self._fail_left(error)
+            problem = None if self._left else str(error)
+            # A cell that was being measured takes the blame alone; the others have not been tried.
+            self._fail(self._left[:1] if self._measuring else self._left, error)
         finally:
-            self._emit(LaunchFinished(timing=dict(self._timing)))
+            self._emit(LaunchFinished(timing=dict(self._timing), problem=problem))
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _serve(self) -> None:
@@ -121,23 +125,32 @@ class _Launch:
             return await start_with_retries(spec, busy_wait_s=config.hardware.busy_wait_s)
 
     async def _measure_all(self, server: Server, build: EngineBuild, model: PreparedModel) -> None:
+        self._measuring = True
         while self._left:
-            cell = self._left[0]
-            measurement = Measurement(
-                cell=cell,
-                server=server,
-                build=build,
-                model=model,
-                device_ids=self._device_ids,
-                client_cores=free_cores(self._config, server.log_path),
-                folder=self._folder / cell.key,
-                emit=self._emit,
-            )
-            finished = await measure_cell(measurement)
-            for phase, seconds in finished.payload["timing"].items():
-                self._timing[phase] = self._timing.get(phase, 0.0) + (seconds or 0.0)
+            try:
+                self._emit(await self._measure(server, build, model))
+            except (ValueError, ClientLimitError) as error:  # of this cell alone: the server can go on
+                self._fail(self._left[:1], error)
             self._left.pop(0)
-            self._emit(finished)
+
+    async def _measure(self, server: Server, build: EngineBuild, model: PreparedModel) -> CellFinished:
+        cell = self._left[0]
+        measurement = Measurement(
+            cell=cell,
+            server=server,
+            build=build,
+            model=model,
+            device_ids=self._device_ids,
+            client_cores=free_cores(self._config, server.log_path),
+            folder=self._folder / cell.key,
+            emit=self._emit,
+        )
+        before = dict(self._timing)
+        finished = await measure_cell(measurement)
+        own = finished.payload["timing"]
+        self._timing |= {phase: self._timing.get(phase, 0.0) + seconds for phase, seconds in own.items()}
+        shared = {phase: before[phase] for phase in SHARED_PHASES}
+        return replace(finished, payload={**finished.payload, "timing": shared | own})
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -149,12 +162,12 @@ class _Launch:
             key = f"{name}_s"
             self._timing[key] = self._timing.get(key, 0.0) + time.monotonic() - began
 
-    def _fail_left(self, error: Exception) -> None:
-        """The first cell that is left carries the log; all of them carry the cause."""
+    def _fail(self, cells: Sequence[CellSpec], error: Exception) -> None:
+        """All of these cells carry the cause and the log."""
         cause = error.cause if isinstance(error, ServelabError) else type(error).__name__
         tail = getattr(error, "log_tail", "") or log_tail(self._log_path)
         files = {"server.log": self._log_path.read_bytes()} if self._log_path.exists() else {}
-        for cell in self._left:
+        for cell in cells:
             self._emit(
                 CellFailed(
                     cell=cell.key,
