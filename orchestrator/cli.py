@@ -25,10 +25,13 @@ import conf
 from conf.keys import convert, find, plain
 from conf.schema import COMMAND_KEYS, Config
 from orchestrator.expand import Cell, CommandLine, base_config, expand, flatten, named, under_schema
+from workers.errors import ServelabError
 
 CONFIG_DIR = Path(conf.__file__).resolve().parent
 CONFIG_NAME = "config"
 EXIT_USAGE = 2
+EXIT_WORLD = 1
+EXIT_INTERRUPTED = 130
 
 _MULTIRUN_HINT = (
     "-m (multirun) is not used here: a sweep is one command that shares engines between its cells. "
@@ -77,12 +80,21 @@ class Composed:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (2: something on the command line or in a file cannot be run)."""
+    """Run one command; returns the exit code.
+
+    2: something on the command line or in a file cannot be run. 1: the world does not let it run (a tracking store
+    that does not answer, a damaged result, a sweep in use), or a cell failed. 130: ended by Ctrl-C.
+    """
     try:
         return _main(sys.argv[1:] if argv is None else list(argv))
     except (ValueError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error)}", file=sys.stderr)
         return EXIT_USAGE
+    except ServelabError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_WORLD
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def _main(argv: list[str]) -> int:
