@@ -15,7 +15,7 @@ from orchestrator.store import state
 
 # Settings that are parameters of every cell; its axes come on top.
 SETTINGS = (
-    "engine.name", "engine.version", "engine.enforce_eager", "engine.max_model_len", "engine.max_num_seqs",
+    "engine.version", "engine.enforce_eager", "engine.max_model_len", "engine.max_num_seqs",
     "engine.max_num_batched_tokens", "engine.tensor_parallel_size", "hardware.kind", "model.name", "model.dtype",
     "kv.dtype", "kv.memory_bytes", "kv.block_size", "kv.prefix_caching", "sparsity.method", "sparsity.scale_factor",
     "sparsity.target", "scheduler.policy", "workload.name", "workload.input.value", "workload.output.value",
@@ -24,7 +24,7 @@ SETTINGS = (
 # Facts the server reported that people compare: tags are not selectable in the compare view, parameters are.
 COMPARED_FACTS = ("version", "attention_backend", "kv_cache_dtype", "kv_cache_tokens")
 # The server's series in timeseries.parquet that are drawn as metrics ``ts/<name>``.
-SERIES = ("kv_usage", "running", "waiting")
+SERIES = ("kv_usage_max", "running", "waiting")
 MAX_POINTS = 1000
 MAX_KEY, MAX_PARAM, MAX_TAG = 250, 6000, 8000
 _NOT_IN_KEY = re.compile(r"[^A-Za-z0-9_\-. :/]")
@@ -50,7 +50,8 @@ def params(settings: Mapping[str, Any], *, axes: Mapping[str, Any]) -> dict[str,
     ``settings`` is the cell's plain configuration.
     """
     usual = {name: value for name in SETTINGS if (value := _leaf(settings, name)) is not None}
-    return as_text({**axes, **usual}, limit=MAX_PARAM)
+    name = _leaf(settings, "engine.name")
+    return as_text({**({"engine": name} if name else {}), **axes, **usual}, limit=MAX_PARAM)
 
 
 def reported_params(result: Mapping[str, Any]) -> dict[str, str]:
@@ -77,7 +78,7 @@ def tags(result: Mapping[str, Any]) -> dict[str, str]:
         "error.class": error.get("class"),
         "error.message": error.get("message"),
     }
-    facts = {f"server.{name}": value for name, value in _facts(result).items()}
+    facts = {name if "." in name else f"server.{name}": value for name, value in _facts(result).items()}
     return as_text(
         {name: value for name, value in (found | facts).items() if value is not None}, limit=MAX_TAG
     )

@@ -77,7 +77,7 @@ def test_names_hold_only_what_stores_accept():
 def test_series_of_the_server_are_drawn_thinned():
     """At most 1000 points of each series, first and last kept."""
     usage = [
-        {"t_ns": n * 1_000_000, "source": "server", "name": "kv_usage", "value": n / 1999}
+        {"t_ns": n * 1_000_000, "source": "server", "name": "kv_usage_max", "value": n / 1999}
         for n in range(2000)
     ]
     other = [
@@ -87,7 +87,7 @@ def test_series_of_the_server_are_drawn_thinned():
         {"t_ns": 1, "source": "server", "name": "prompt_tokens", "value": 1.0},
     ]
     points = entries.series(usage + other)
-    drawn = [point for point in points if point.name == "ts/kv_usage"]
+    drawn = [point for point in points if point.name == "ts/kv_usage_max"]
     assert len(drawn) == 1000
     assert (drawn[0].step_ms, drawn[-1].step_ms, drawn[-1].value) == (0, 1999, 1.0)
     rest = [(point.name, point.step_ms, point.value) for point in points if point not in drawn]
