@@ -107,8 +107,8 @@ def _main(argv: list[str]) -> int:
         hydra.main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=CONFIG_NAME)(_nothing)()
         return 0
     arguments = parse(argv)
-    with _hydra(arguments):
-        todo = _prepare(_composed(arguments))
+    with search_path(arguments):
+        todo = _prepare(compose(arguments))
     return todo()
 
 
@@ -213,19 +213,16 @@ def _choices(override: Override) -> list[Any]:
 
 
 @contextmanager
-def _hydra(arguments: Arguments) -> Iterator[None]:
+def search_path(arguments: Arguments) -> Iterator[None]:
+    """Hydra's search path while configurations are composed."""
     with hydra.initialize_config_dir(str(arguments.folders[0]), version_base="1.3", job_name="servelab"):
         yield
 
 
-def _composed(arguments: Arguments) -> Composed:
-    paths = ",".join(f"'file://{folder}'" for folder in arguments.folders[1:])
-    more = [f"hydra.searchpath=[{paths}]"] if paths else []
-
-    def compose(lines: Sequence[str]) -> DictConfig:
-        return hydra.compose(arguments.config_name, [*lines, *more], return_hydra_config=True)
-
-    cfg = compose(arguments.overrides)
+def compose(arguments: Arguments) -> Composed:
+    """Compose the configuration of a command; within :func:`search_path`."""
+    compose_lines = _composer(arguments)
+    cfg = compose_lines(arguments.overrides)
     choices = cfg.hydra.runtime.choices
     parsed = [_parsed(text) for text in arguments.overrides]
     command = CommandLine(
@@ -238,16 +235,37 @@ def _composed(arguments: Arguments) -> Composed:
     return Composed(
         cfg=_ours(cfg),
         command=command,
-        compose=lambda lines: _ours(compose(lines)),
+        compose=lambda lines: _ours(compose_lines(lines)),
         sweep_option=choices.get("sweep"),
         folders=arguments.folders,
     )
 
 
+def _composer(arguments: Arguments) -> Callable[[Sequence[str]], DictConfig]:
+    paths = ",".join(f"'file://{folder}'" for folder in arguments.folders[1:])
+    more = [f"hydra.searchpath=[{paths}]"] if paths else []
+    stored = arguments.config_name != CONFIG_NAME
+
+    def compose_lines(lines: Sequence[str]) -> DictConfig:
+        lines = [_added(line) for line in lines] if stored else lines
+        return hydra.compose(arguments.config_name, [*lines, *more], return_hydra_config=True)
+
+    return compose_lines
+
+
+def _added(line: str) -> str:
+    """An override that may also add its key: a stored cell has no schema yet, and need not hold every key."""
+    override = _parsed(line)
+    key = override.key_or_group
+    if override.is_add() or override.is_force_add() or "/" in key or key.startswith("hydra"):
+        return line
+    return line if find(key).is_section else f"++{line}"
+
+
 def _ours(cfg: DictConfig) -> DictConfig:
     with open_dict(cfg):
         cfg.pop("hydra")
-    return cfg
+    return under_schema(cfg)
 
 
 def _check_overruled(composed: Composed) -> None:

@@ -82,6 +82,7 @@ def expand(
             two cells that are one measurement.
     """
     command = command or CommandLine()
+    cfg = under_schema(cfg)
     sweep = cast("dict[str, Any]", OmegaConf.to_container(cfg.sweep, resolve=True))
     factors = [_typed(factor, command) for factor in _factors(sweep, command)]
     _check_axes(factors, command.groups)
