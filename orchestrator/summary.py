@@ -133,15 +133,25 @@ def print_summary(
     for outcome in outcomes:
         if outcome.state == "failed":
             console.print(outcome_line(outcome), markup=False, highlight=False, soft_wrap=True)
-        for warning in outcome.result.get("warnings", ()):
-            console.print(
-                f"note: {outcome.folder.name}: {warning}", markup=False, highlight=False, soft_wrap=True
-            )
+    for note in notes(outcomes):
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     if not_started:
         console.print(f"{not_started} cells not started")
     console.print(time_line(time_spent), markup=False, highlight=False, soft_wrap=True)
     for link in links:
         console.print(link, markup=False, highlight=False, soft_wrap=True)
+
+
+def notes(outcomes: Sequence[CellOutcome]) -> list[str]:
+    """Every warning once, with the cell it is about, or with the number of cells that share it."""
+    cells: dict[str, list[str]] = {}
+    for outcome in outcomes:
+        for warning in outcome.result.get("warnings", ()):
+            cells.setdefault(warning, []).append(outcome.folder.name)
+    return [
+        f"note: {names[0] if len(names) == 1 else f'{len(names)} cells'}: {warning}"
+        for warning, names in cells.items()
+    ]
 
 
 def wide_console() -> Console:
