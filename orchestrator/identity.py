@@ -60,9 +60,13 @@ def cell_key(config: Config, *, plugin_sha256: str | None = None, memo: Memo | N
 
 
 def launch_key(config: Config, *, memo: Memo | None = None) -> str:
-    """What the engine sees, plus repeat and sentinel (each is a launch of its own)."""
+    """What the engine sees, plus repeat and sentinel (each is a launch of its own).
+
+    With prefix caching on, cells do not share a launch: the later one would find the cache warm.
+    """
     texts = _texts(config, memo=memo)
-    return _digest(["launch", *(text for name, text in texts.items() if name not in _NOT_LAUNCH)])
+    apart = frozenset() if config.kv.prefix_caching else _NOT_LAUNCH
+    return _digest(["launch", *(text for name, text in texts.items() if name not in apart)])
 
 
 def workload_hash(config: Config) -> str:

@@ -14,7 +14,7 @@ from orchestrator.plan import ENGINE_START_S, MAX_ROWS, cell_s, plan, render, wa
 @pytest.fixture(scope="module")
 def grid():
     """Two engines' worth of KV types at two rates, two repeats, sentinels."""
-    return cells_of("+sweep=smoke", "load.rate_per_s=1,2", "sweep.repeats=2", "sweep.sentinels=true")
+    return cells_of("kv.dtype=bfloat16,fp8", "load.rate_per_s=1,2", "sweep.repeats=2", "sweep.sentinels=true")
 
 
 def text_of(renderable):
@@ -128,3 +128,10 @@ def test_long_plans_are_cut():
     """The rest is counted."""
     cells = cells_of(f"kv.memory_bytes={','.join(str(2**20 * n) for n in range(1, MAX_ROWS + 4))}")
     assert "... and 3 more launches" in text_of(render(plan(cells)))
+
+
+def test_cells_share_no_engine_whose_prefix_cache_is_on():
+    """The second of two rates would find the first one's prompts cached; so each gets a launch of its own."""
+    cells = cells_of("load.rate_per_s=1,2", "kv.prefix_caching=true")
+    assert [len(launch.cells) for launch in plan(cells).launches] == [1, 1]
+    assert [len(launch.cells) for launch in plan(cells_of("load.rate_per_s=1,2")).launches] == [2]
