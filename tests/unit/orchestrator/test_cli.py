@@ -122,7 +122,6 @@ def test_axes_from_the_command_line_are_split_only_outside_of_quotes():
         (["relog=missing"], "relog must be an existing folder of runs"),
         (["from_file=a", "relog=b"], "from_file and relog are two commands"),
         (["sparsity=blasst"], "sparsity.method must be dense, got 'blasst'"),
-        (["+sweep=smoke", "kv=fp8"], "kv=fp8 sets kv.dtype, but so does sweep=smoke, which wins"),
         (
             ["+sweep=ttft_grid", "load=constant"],
             "load=constant sets load.arrival, but so does sweep=ttft_grid",
@@ -217,6 +216,16 @@ def test_a_users_folder_adds_engines_and_sweeps(calls, own_folder, capsys):
     assert [cell.config.engine.name for cell in calls[0][1][0]] == ["mine", "vllm_0_32"]
     assert cli.main(["--config-dir", str(own_folder), "--help"]) == 0
     assert "engine: mine, vllm_0_25" in capsys.readouterr().out
+
+
+def test_a_group_option_that_the_sweep_overrules_is_refused(own_folder, capsys):
+    """``kv=fp8`` beside an axis over ``kv.dtype`` would be silently lost; keys replace axes, options do not."""
+    text = "# @package _global_\nsweep:\n  name: two\n  grid:\n    kv.dtype: [bfloat16, fp8]\n"
+    (own_folder / "sweep" / "two.yaml").write_text(text)
+    argv = ["--config-dir", str(own_folder), "+sweep=two", "dry_run=true"]
+    assert "kv=fp8 sets kv.dtype, but so does sweep=two, which wins" in error_of(capsys, *argv, "kv=fp8")
+    assert cli.main([*argv, "kv.dtype=fp8"]) == 0
+    assert "1 cell in 1 launch" in capsys.readouterr().out
 
 
 def test_a_users_option_cannot_hide_ours(own_folder, capsys):

@@ -48,16 +48,17 @@ def test_the_values_of_a_group_axis_survive_overrides_on_its_keys():
 
 def test_an_override_of_an_axis_replaces_it():
     """The command line wins over the sweep's file, with one value or with several."""
-    assert axes(cells_of("+sweep=smoke")) == [("bfloat16",), ("fp8",)]
-    (cell,) = cells_of("+sweep=smoke", "kv.dtype=fp8")
+    grid = "+sweep.grid.kv.dtype=[bfloat16,fp8]"
+    assert axes(cells_of(grid)) == [("bfloat16",), ("fp8",)]
+    (cell,) = cells_of(grid, "kv.dtype=fp8")
     assert (cell.config.kv.dtype, dict(cell.axes)) == ("fp8", {})
-    assert axes(cells_of("+sweep=smoke", "kv.dtype=fp8,auto")) == [("fp8",), ("auto",)]
+    assert axes(cells_of(grid, "kv.dtype=fp8,auto")) == [("fp8",), ("auto",)]
     assert len(cells_of("+sweep=ttft_grid", "engine=vllm_0_32")) == 4
 
 
 def test_a_map_on_the_command_line_replaces_the_axes_in_it():
     """A whole section's override counts for each of its keys."""
-    (cell,) = cells_of("+sweep=smoke", "kv={dtype:auto}")
+    (cell,) = cells_of("+sweep.grid.kv.dtype=[bfloat16,fp8]", "kv={dtype:auto}")
     assert cell.config.kv.dtype == "auto"
 
 
@@ -103,7 +104,7 @@ def test_excluded_cells_need_not_be_valid():
 
 def test_repeats_and_sentinels_are_cells_of_their_own():
     """The first cell opens and closes the sweep; each repeat has its number."""
-    cells = cells_of("+sweep=smoke", "sweep.repeats=2", "sweep.sentinels=true")
+    cells = cells_of("kv.dtype=bfloat16,fp8", "sweep.repeats=2", "sweep.sentinels=true")
     assert [(cell.config.kv.dtype, cell.config.repeat, cell.config.sentinel) for cell in cells] == [
         ("bfloat16", 0, 0),
         ("bfloat16", 0, None),
