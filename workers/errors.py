@@ -4,7 +4,7 @@ ServelabError
 ├── EnvironmentBrokenError   an engine environment could not be built or does not import
 ├── ModelUnavailableError    the weights could not be fetched, converted or read
 ├── EngineStartError         the server did not become ready; ``cause`` says why
-│   (does_not_fit, device_busy, start_timeout, died, port_taken, environment_broken)
+│   (does_not_fit, device_busy, start_timeout, died, port_taken, environment_broken, leftover, ...)
 ├── EngineDiedError          the server ended during a cell
 ├── ClientLimitError         this host cannot carry the load (descriptors)
 └── NotDrainedError          the previous load was still running when the next should start

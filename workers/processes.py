@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from workers.supervise import descendants, send
@@ -71,6 +72,15 @@ def log_writers(log: Path) -> list[int]:
     return [pid for pid in _pids() if pid != os.getpid() and _writes(pid, target)]
 
 
+def writers(wanted: Callable[[str], bool]) -> dict[int, list[str]]:
+    """Pid → files it holds open for writing, of those whose path is wanted. A deleted file ends in `` (deleted)``.
+
+    Only processes that we may look into are seen; this process is not counted.
+    """
+    found = {pid: _written(pid, wanted) for pid in _pids() if pid != os.getpid()}
+    return {pid: files for pid, files in found.items() if files}
+
+
 def kill_writers(log: Path, *, wait_s: float) -> list[int]:
     """Kill what still writes to the log; return the pids that are alive after ``wait_s``."""
     end = time.monotonic() + wait_s
@@ -89,6 +99,11 @@ def _pids() -> list[int]:
 
 def _writes(pid: int, target: str) -> bool:
     return any(name for name, where in open_files(pid).items() if where == target and _writable(pid, name))
+
+
+def _written(pid: int, wanted: Callable[[str], bool]) -> list[str]:
+    files = {where for name, where in open_files(pid).items() if wanted(where) and _writable(pid, name)}
+    return sorted(files)
 
 
 def _writable(pid: int, descriptor: str) -> bool:

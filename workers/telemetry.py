@@ -6,6 +6,8 @@ A value that cannot be read is left out of the sample; nothing is ever filled in
 import importlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -76,8 +78,28 @@ def process_tree(pid: int) -> list[psutil.Process]:
         return []
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProcess:
+    """A process that computes on a device. Another container's is seen by its pid alone, if at all."""
+
+    pid: int
+    name: str | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceState:
+    """Who uses a device now; None for what the driver refuses to say."""
+
+    uuid: str | None
+    name: str | None
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    processes: tuple[DeviceProcess, ...] | None
+
+
 class Devices:
-    """NVIDIA devices by the ids a server was given; use as a context manager."""
+    """NVIDIA devices by the ids a server was given."""
 
     def __init__(self, nvml: Any, handles: Sequence[Any]) -> None:
         self._nvml = nvml
@@ -90,6 +112,18 @@ class Devices:
         try:
             library.nvmlInit()
             handles = [_handle(library, part.strip()) for part in device_ids.split(",") if part.strip()]
+        except library.NVMLError:
+            return None
+        return cls(library, handles)
+
+    @classmethod
+    def open_all(cls, *, nvml: Any = None) -> "Devices | None":
+        """Every device of this host, or None where NVML does not work."""
+        library = nvml if nvml is not None else importlib.import_module("pynvml")
+        try:
+            library.nvmlInit()
+            count = library.nvmlDeviceGetCount()
+            handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
         except library.NVMLError:
             return None
         return cls(library, handles)
@@ -115,6 +149,40 @@ class Devices:
             {name: _or_none(self._nvml, read, handle) for name, read in _FACTS.items()}
             for handle in self._handles
         ]
+
+    def states(self) -> list[DeviceState]:
+        """Memory and computing processes of every device, now."""
+        return [_state(self._nvml, handle) for handle in self._handles]
+
+
+def _state(nvml: Any, handle: Any) -> DeviceState:
+    memory = _or_none(nvml, lambda nvml, handle: nvml.nvmlDeviceGetMemoryInfo(handle), handle)
+    found = _or_none(nvml, lambda nvml, handle: nvml.nvmlDeviceGetComputeRunningProcesses(handle), handle)
+    return DeviceState(
+        uuid=_or_none(nvml, _FACTS["uuid"], handle),
+        name=_or_none(nvml, _FACTS["name"], handle),
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        processes=None if found is None else tuple(_process(nvml, process) for process in found),
+    )
+
+
+def _process(nvml: Any, process: Any) -> DeviceProcess:
+    pid, used = int(process.pid), process.usedGpuMemory
+    return DeviceProcess(
+        pid=pid,
+        name=process_name(pid)
+        or _or_none(nvml, lambda nvml, pid: _text(nvml.nvmlSystemGetProcessName(pid)), pid),
+        memory_bytes=None if used is None else int(used),
+    )
+
+
+def process_name(pid: int) -> str | None:
+    """The short name that a process has given itself; None if it cannot be seen."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return None
 
 
 _READINGS: dict[str, Callable[[Any, Any], float]] = {
