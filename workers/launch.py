@@ -6,8 +6,6 @@ Effects live here; every decision (command, verdict, metrics) is a pure function
 import asyncio
 import contextlib
 import os
-import shutil
-import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -15,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conf.schema import Config, HardwareKind
-from workers import engine_log, engines, host
+from workers import clean, engine_log, engines, host
 from workers.cache import cache_root
 from workers.cores import client_cores, topology
 from workers.environment import EngineBuild, build_environment
@@ -24,6 +22,7 @@ from workers.events import CellFailed, CellFinished, CellSpec, Event, LaunchFini
 from workers.measure import Measurement, measure_cell
 from workers.model import PreparedModel, prepare_model
 from workers.server import Server, ServerSpec, log_tail, start_with_retries
+from workers.telemetry import Devices, DeviceState
 
 Emit = Callable[[Event], None]
 SHARED_PHASES = ("environment_s", "model_s", "start_s")  # paid once per launch, told with each of its cells
@@ -58,7 +57,9 @@ class _Launch:
         self._left: list[CellSpec] = list(spec.cells)
         self._measuring = False
         self._timing: dict[str, float] = {}
-        self._folder = Path(tempfile.mkdtemp(prefix="servelab-"))
+        self._hold = contextlib.ExitStack()
+        self._folder = self._hold.enter_context(clean.launch_folder())
+        self._unclean: str | None = None  # what the engine left, once it has ended
 
     @property
     def _config(self) -> Config:
@@ -66,7 +67,7 @@ class _Launch:
 
     @property
     def _log_path(self) -> Path:
-        return self._folder / "server.log"
+        return self._folder / clean.LOG_NAME
 
     async def run(self) -> None:
         problem = None
@@ -77,8 +78,8 @@ class _Launch:
             # A cell that was being measured takes the blame alone; the others have not been tried.
             self._fail(self._left[:1] if self._measuring else self._left, error)
         finally:
-            self._emit(LaunchFinished(timing=dict(self._timing), problem=problem))
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._emit(LaunchFinished(timing=dict(self._timing), problem=problem or self._unclean))
+            self._hold.close()
 
     async def _serve(self) -> None:
         check_devices(self._config, self._device_ids)
@@ -87,12 +88,15 @@ class _Launch:
             build = await asyncio.to_thread(self._build)
         with self._phase("model"):
             model = await asyncio.to_thread(self._prepare, build)
-        server = await self._start(build, model)
+        devices = self._devices()
+        before = await self._clean_start(devices)
+        server = await self._start(build, model, devices)
         try:
             await self._measure_all(server, build, model)
         finally:
             with self._phase("stop"):
                 await asyncio.shield(server.stop())
+                await self._clean_end(devices, before)
 
     def _build(self) -> EngineBuild:
         return build_environment(
@@ -110,7 +114,30 @@ class _Launch:
             progress=lambda text: self._emit(Phase(name="model", detail=text)),
         )
 
-    async def _start(self, build: EngineBuild, model: PreparedModel) -> Server:
+    def _devices(self) -> Devices | None:
+        """The assigned devices; None on a CPU slot, and where no driver tells about them."""
+        devices = Devices.open(",".join(self._device_ids)) if self._device_ids else None
+        if devices is not None:
+            self._hold.callback(devices.close)
+        return devices
+
+    async def _clean_start(self, devices: Devices | None) -> Sequence[DeviceState]:
+        """Nothing of an earlier launch is left, and nobody else is on the devices; returns how they are."""
+        hardware = self._config.hardware
+        with self._phase("clean"):
+            await clean.end_leftovers(grace_s=hardware.stop_grace_s, say=self._say_clean)
+            if devices is None:
+                return ()
+            return await clean.wait_free(devices, wait_s=hardware.busy_wait_s, say=self._say_clean)
+
+    def _say_clean(self, text: str) -> None:
+        self._emit(Phase(name="clean", detail=text))
+
+    async def _clean_end(self, devices: Devices | None, before: Sequence[DeviceState]) -> None:
+        if devices is not None:
+            self._unclean = "; ".join(await clean.wait_released(devices, before)) or None
+
+    async def _start(self, build: EngineBuild, model: PreparedModel, devices: Devices | None) -> Server:
         config = self._config
         spec = ServerSpec(
             argv_for_port=lambda port: engines.command(config, model=model, port=port, python=build.python),
@@ -122,7 +149,11 @@ class _Launch:
             model=config.model.name,
         )
         with self._phase("start"):
-            return await start_with_retries(spec, busy_wait_s=config.hardware.busy_wait_s)
+            return await start_with_retries(
+                spec,
+                busy_wait_s=config.hardware.busy_wait_s,
+                device_free=None if devices is None else lambda: not clean.obstacles(devices),
+            )
 
     async def _measure_all(self, server: Server, build: EngineBuild, model: PreparedModel) -> None:
         self._measuring = True
