@@ -1,0 +1,82 @@
+"""The plugin as the engine's processes see it: one folder on their path, named by the hash of what is in it.
+
+The engine's environment stays as it was built. The folder holds the package ``servelab_kernels`` and its metadata
+with the entry point, and nothing else: the name ``kernels`` would collide with a package that transformers probes for.
+"""
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from functools import cache as memoised
+from pathlib import Path
+
+import kernels
+from kernels.engine.source import source_files, source_sha256
+from workers.cache import locked
+
+PACKAGE = "servelab_kernels"
+METADATA = f"{PACKAGE}-0.1.dist-info"
+MIDDLEWARE = f"{PACKAGE}.engine.middleware.EvidenceMiddleware"
+ENTRY_POINTS = f"[vllm.general_plugins]\nservelab = {PACKAGE}.engine.plugin:register\n"
+METADATA_TEXT = "Metadata-Version: 2.1\nName: servelab-kernels\nVersion: 0.1\n"
+
+SOURCES = Path(kernels.__file__).resolve().parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """A staged plugin: the folder for the engine's path and the hash of the package's sources."""
+
+    path: Path
+    sha256: str
+
+
+@memoised
+def plugin_sha256() -> str:
+    """The hash of the plugin's sources as they are now; part of a cell's identity."""
+    return source_sha256(SOURCES)
+
+
+def stage(cache: Path, *, sources: Path = SOURCES) -> Overlay:
+    """The plugin in the cache, copied if it is not there yet, and again if it was changed there."""
+    sha256 = source_sha256(sources)
+    overlay = Overlay(path=cache / "overlays" / sha256[:16], sha256=sha256)
+    with locked(overlay.path.with_suffix(".lock"), what="staging the plugin", progress=_silent):
+        if not is_intact(overlay):
+            _replace(overlay, sources)
+    return overlay
+
+
+def is_intact(overlay: Overlay) -> bool:
+    """Whether a staged plugin is whole, unchanged and alone."""
+    package, metadata = overlay.path / PACKAGE, overlay.path / METADATA
+    if not metadata.is_dir() or {path.name for path in overlay.path.iterdir()} != {PACKAGE, METADATA}:
+        return False
+    return source_sha256(package) == overlay.sha256 and _text(metadata / "entry_points.txt") == ENTRY_POINTS
+
+
+def _replace(overlay: Overlay, sources: Path) -> None:
+    if overlay.path.exists():
+        shutil.rmtree(overlay.path)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=overlay.path.parent))
+    partial.chmod(0o755)
+    for path in source_files(sources):
+        target = partial / PACKAGE / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(sources / path, target)
+    metadata = partial / METADATA
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(METADATA_TEXT, encoding="utf-8")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS, encoding="utf-8")
+    partial.rename(overlay.path)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _silent(_text: str) -> None:
+    """Staging takes milliseconds."""
