@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from fakes.mlflow_store import runs_with_database
 from fakes.stub import Script
 
 REPOSITORY = Path(__file__).parents[2]
+RECOVERING = Path(__file__).with_name("recovering_stub.py")
 LIMIT_S = 120
 SMOLLM2 = {
     "num_hidden_layers": 30,
@@ -77,6 +79,15 @@ class Lab:
             "env": stub.environment(script or Script()),
         }
         self._write(f"engine/{name}.yaml", engine | values)
+
+    def recovering_engine(self, name: str, script: Script, *, starts: int, lock: str | None = None) -> None:
+        """An engine that follows its script for the first ``starts`` starts only; see ``recovering_stub.py``."""
+        own = [str(self.root / f"{name}.starts"), lock or str(self.root / f"{name}.lock"), str(starts)]
+        self.engine(name, script, executable=[sys.executable, str(RECOVERING), *own, *stub.COMMAND])
+
+    def starts(self, name: str) -> list[str]:
+        """What a recovering engine noted at each start."""
+        return (self.root / f"{name}.starts").read_text().splitlines()
 
     def define(self, name: str = "s", *, grid: dict[str, Any] | None = None, **values: Any) -> None:
         """``sweep/NAME.yaml`` over small loads; ``values`` are merged into the base, section by section."""
@@ -173,19 +184,23 @@ class Started:
     err: Path
 
     def wait_for(self, text: str, *, seconds: float = 60) -> None:
-        """Wait until standard error holds a text."""
+        """Wait until standard error matches a pattern."""
         deadline = time.monotonic() + seconds
-        while text not in self.err.read_text():
+        while not re.search(text, self.err.read_text()):
             assert time.monotonic() < deadline, f"no {text!r} within {seconds} s in\n{self.err.read_text()}"
             assert self.process.poll() is None, f"ended before {text!r}\n{self.err.read_text()}"
             time.sleep(0.05)
 
-    def end(self, number: signal.Signals, *, seconds: float, group: bool = False) -> int:
-        """Send a signal, to the whole group as a terminal does or to the process alone; its exit code."""
+    def send(self, number: signal.Signals, *, group: bool = False) -> None:
+        """Send a signal: to the whole group, as a terminal does, or to the process alone."""
         if group:
             os.killpg(self.process.pid, number)
         else:
             self.process.send_signal(number)
+
+    def end(self, number: signal.Signals, *, seconds: float, group: bool = False) -> int:
+        """Send a signal and wait for the end; the exit code."""
+        self.send(number, group=group)
         return self.process.wait(seconds)
 
     def __str__(self) -> str:

@@ -3,11 +3,11 @@
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from fakes.composed import cells_of
 from fakes.mlflow_store import FILTERS
 from fakes.sweeps import cluster, lab
 
@@ -45,7 +45,14 @@ def again(place, first):
 
 
 @pytest.fixture(scope="module")
-def reruns(place, first):
+def address():
+    """A Ray cluster that is there already."""
+    with cluster(slots=3) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def reruns(place, first, address):
     """One cell again: from the runs folder, from a copy with an older engine's result, and as a Hydra configuration."""
     source = next(place.sweep().glob("*/cell.yaml")).parent
     copy = place.root / "downloads" / "artifacts"
@@ -53,8 +60,8 @@ def reruns(place, first):
     result = json.loads((copy / "result.json").read_text())
     result["server"]["server.version"] = "0.31.0"
     (copy / "result.json").write_text(json.dumps(result))
-    with cluster(slots=3) as address, ThreadPoolExecutor(3) as pool:
-        commands = commands_again(place, source, copy, f"ray.address={address}")
+    commands = commands_again(place, source, copy, f"ray.address={address}")
+    with ThreadPoolExecutor(3) as pool:
         return dict(zip(commands, pool.map(place.run, commands.values()), strict=True))
 
 
@@ -199,7 +206,11 @@ def test_tracking_is_rebuilt_from_disk(place, reruns, again):
 
 @pytest.fixture
 def bare(tmp_path):
-    made = lab(tmp_path, database=False)
+    return small(lab(tmp_path, database=False))
+
+
+def small(made):
+    """One engine, two rates."""
     made.engine("a")
     made.define(grid={"load": {"rate_per_s": [40, 80]}})
     return made
@@ -216,12 +227,13 @@ def refused(place, *overrides: str, code: int) -> str:
     return message
 
 
-def test_a_slot_that_no_node_has_is_refused_at_once(bare):
-    """hardware=cuda without a GPU does not wait for one."""
-    # The stub stands for any engine: what counts is the resource.
-    message = refused(bare, "engine=a", "hardware.kind=cuda", "engine.tensor_parallel_size=64", code=2)
+def test_a_slot_that_no_node_has_is_refused_at_once(tmp_path, address):
+    """hardware.kind=cuda on a cluster without a GPU does not wait for one."""
+    place = small(lab(tmp_path))
+    cuda = ("hardware.kind=cuda", "engine.tensor_parallel_size=64")
+    message = refused(place, "engine=a", *cuda, f"ray.address={address}", code=2)
     assert "needs 64 GPU on one node, the largest node has 0" in message
-    (parent,) = bare.tracked("sweep")
+    (parent,) = place.tracked("sweep")
     assert parent.info.status == "FAILED"
 
 
@@ -248,18 +260,10 @@ def test_a_tracking_store_that_cannot_be_used_is_one_message(bare, uri, code, ex
 
 def test_a_damaged_result_is_one_message(bare):
     """Which file, and what to do; the sweep does not start over it."""
-    done = bare.run(bare.mine("+sweep=s", "engine=a", "dry_run=true"))
-    assert done.code == 0, str(done)
-    folder = _cell_folder(bare)
+    argv = bare.mine("+sweep=s", "engine=a")
+    folder = bare.sweep() / cells_of(*argv[3:])[0].folder
     folder.mkdir(parents=True)
     (folder / "result.json").write_text('{"outcome": NaN}')
-    done = bare.run(bare.mine("+sweep=s", "engine=a"))
+    done = bare.run(argv)
     assert (done.code, "Traceback" in done.stderr) == (1, False), str(done)
     assert f"error: {folder / 'result.json'} is damaged" in done.stderr
-
-
-def _cell_folder(place) -> Path:
-    from fakes.composed import cells_of
-
-    argv = place.mine("+sweep=s", "engine=a")[3:]
-    return place.sweep() / cells_of(*argv)[0].folder
