@@ -136,7 +136,7 @@ def print_summary(
     for note in notes(outcomes):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
     if not_started:
-        console.print(f"{not_started} cells not started")
+        console.print(f"{not_started} cell{'' if not_started == 1 else 's'} not started")
     console.print(time_line(time_spent), markup=False, highlight=False, soft_wrap=True)
     for link in links:
         console.print(link, markup=False, highlight=False, soft_wrap=True)
