@@ -184,9 +184,7 @@ async def wait_free(devices: Devices, *, wait_s: float, say: Say) -> list[Device
     return devices.states()
 
 
-async def wait_released(
-    devices: Devices, before: Sequence[DeviceState], *, wait_s: float = RELEASE_WAIT_S
-) -> list[str]:
+async def wait_released(devices: Devices, before: Sequence[DeviceState], *, wait_s: float) -> list[str]:
     """Wait until the devices are as they were before the launch; returns what is not after ``wait_s``."""
     deadline = time.monotonic() + wait_s
     while True:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from conf.schema import Config, HardwareKind, ModelSource
 from workers.capacity import num_blocks
 from workers.families import Family, family
+from workers.overlay import Plugin
 
 ENTRY_POINT = ("-m", "vllm.entrypoints.openai.api_server")
 
@@ -49,7 +50,13 @@ class ServedModel(Protocol):
 
 
 def command(
-    config: Config, *, model: ServedModel, port: int, python: Path, host: str = "127.0.0.1"
+    config: Config,
+    *,
+    model: ServedModel,
+    port: int,
+    python: Path,
+    host: str = "127.0.0.1",
+    plugin: Plugin | None = None,
 ) -> list[str]:
     """The argument vector that starts the server of a cell.
 
@@ -70,16 +77,19 @@ def command(
     ]
     arguments = [*served, *_settings(config, model=model), *family(engine).constant_flags]
     _check_extra(engine.extra_args, arguments)
-    return [*start, *arguments, *engine.extra_args]
+    return [*start, *arguments, *(plugin.arguments if plugin is not None else ()), *engine.extra_args]
 
 
-def environment(config: Config, *, base: Mapping[str, str], device_ids: str | None) -> dict[str, str]:
+def environment(
+    config: Config, *, base: Mapping[str, str], device_ids: str | None, plugin: Plugin | None = None
+) -> dict[str, str]:
     """The server's whole environment.
 
     Args:
         config: the cell; ``engine.env`` has the last word.
         base: the environment of the user's command (not of a Ray worker, which cuts thread counts).
         device_ids: what Ray assigned, passed through unchanged (indices, GPU or MIG UUIDs); None or "" on a CPU slot.
+        plugin: what the engine's processes load of ours.
 
     Raises:
         ValueError: if a CUDA cell got no device, or not as many as it asked for.
@@ -91,9 +101,12 @@ def environment(config: Config, *, base: Mapping[str, str], device_ids: str | No
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": _visible_devices(config, device_ids=device_ids),
     }
+    if config.hardware.kind is HardwareKind.cuda:
+        own["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # an index means what Ray and NVML mean, not the n-th fastest
     if config.model.source is not ModelSource.hub:
         own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return _inherited(base) | own | _selectors(config) | dict(config.engine.env)
+    whole = _inherited(base) | own | _selectors(config) | dict(config.engine.env)
+    return whole if plugin is None else plugin.environment(whole)
 
 
 def num_devices(config: Config) -> int:

@@ -135,7 +135,9 @@ class _Launch:
 
     async def _clean_end(self, devices: Devices | None, before: Sequence[DeviceState]) -> None:
         if devices is not None:
-            self._unclean = "; ".join(await clean.wait_released(devices, before)) or None
+            self._unclean = (
+                "; ".join(await clean.wait_released(devices, before, wait_s=clean.RELEASE_WAIT_S)) or None
+            )
 
     async def _start(self, build: EngineBuild, model: PreparedModel, devices: Devices | None) -> Server:
         config = self._config

@@ -63,3 +63,13 @@ class Nvml:
         if not names:
             raise self.NVMLError
         return names[0]
+
+    def __getattr__(self, name):
+        """Everything else is refused, as a driver refuses what a device does not have."""
+        if not name.lower().startswith("nvml"):
+            raise AttributeError(name)
+
+        def refuse(*_):
+            raise self.NVMLError
+
+        return refuse

@@ -184,6 +184,7 @@ def test_wrong_number_of_devices_is_refused(ids, message):
 def test_two_devices_for_tensor_parallel_size_two():
     env = engines.environment(gpu(tensor_parallel_size=2), base={}, device_ids="2,3")
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"  # the order in which Ray and NVML count
 
 
 AVX2 = frozenset({"sse2", "avx2"})
