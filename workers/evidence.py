@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from workers import host, prometheus
+from workers import engine_process, host, prometheus
 from workers.engine_log import EngineLog, parse_log
 from workers.families import Family
 from workers.http_call import Target, call
+from workers.overlay import Plugin
+from workers.supervise import descendants
 from workers.versions import commit_of
 
 HTTP_TIMEOUT_S = 10.0
@@ -72,6 +74,7 @@ class Source:
         environment_root: the engine's virtual environment; None for an executable installed by hand.
         device_ids: what the slot was assigned; None on a CPU slot.
         devices: facts of those devices (``telemetry.Devices.facts``).
+        plugin: what the engine's processes loaded of ours; None: nothing, and they are not asked.
     """
 
     base_url: str
@@ -84,11 +87,13 @@ class Source:
     environment_root: Path | None = None
     device_ids: str | None = None
     devices: Sequence[Mapping[str, Any]] = ()
+    plugin: Plugin | None = None
 
 
 async def collect(source: Source) -> Evidence:
     """Every fact that can be read now. Nothing here raises for a server that does not answer: that is a None."""
-    served = await asyncio.gather(_version(source), _models(source), _metrics(source))
+    asked = (_version(source), _models(source), _metrics(source), _engine_processes(source))
+    served = await asyncio.gather(*asked)
     local = await asyncio.to_thread(_local_facts, source)
     return Evidence(facts=tuple(fact for facts in (*served, local) for fact in facts))
 
@@ -132,6 +137,21 @@ async def _metrics(source: Source) -> list[Fact]:
         "server.kv_cache_skipped_layers": _text(labels.get("kv_cache_dtype_skip_layers")),
     }
     return _facts(named, source=f"metrics {source.family.info}")
+
+
+async def _engine_processes(source: Source) -> list[Fact]:
+    plugin = source.plugin
+    if plugin is None:
+        text = f"not asked: engine family {source.family.name} loads no middleware"
+        return _facts({"launch.plugin": text, "launch.plugin_sha256": None}, source="slot")
+    staged = {"launch.plugin": str(plugin.overlay.path), "launch.plugin_sha256": plugin.overlay.sha256}
+    reports = engine_process.parse(await _get(source, engine_process.ROUTE))
+    tree = [source.pid, *await asyncio.to_thread(descendants, source.pid)]
+    named = engine_process.named_facts(reports, tree=tree, marks=plugin.marks)
+    return [
+        *_facts(staged, source="slot"),
+        *(fact for name, values in named for fact in _facts(values, source=name)),
+    ]
 
 
 def _log(source: Source) -> list[Fact]:

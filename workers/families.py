@@ -57,6 +57,7 @@ _FLAGS_V1_EARLY = _FLAGS_V0 | {"kv.no_prefix_caching": "--no-enable-prefix-cachi
 _FLAGS_V1 = _FLAGS_V1_EARLY | {
     "kv.memory_bytes": "--kv-cache-memory-bytes",
     "engine.attention_backend": "--attention-backend",
+    "plugin": "--middleware",
 }
 
 
@@ -65,7 +66,8 @@ class Family:
     """One generation of vLLM as tables.
 
     Attributes:
-        flags: setting → command-line flag; a setting without one cannot be expressed.
+        flags: setting → command-line flag; a setting without one cannot be expressed. ``plugin`` loads the middleware
+            of our own plugin; without it the engine's processes are not asked.
         since: setting → first release that has the flag (only where it is younger than the family).
         constant_flags: always given.
         environment: variables that select this generation.

@@ -4,20 +4,26 @@ The engine's environment stays as it was built. The folder holds the package ``s
 with the entry point, and nothing else: the name ``kernels`` would collide with a package that transformers probes for.
 """
 
+import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache as memoised
 from pathlib import Path
 
 import kernels
+from conf.schema import Engine
+from kernels.engine import marks
 from kernels.engine.source import source_files, source_sha256
 from workers.cache import locked
+from workers.families import family
 
 PACKAGE = "servelab_kernels"
+PLUGIN_NAME = "servelab"
 METADATA = f"{PACKAGE}-0.1.dist-info"
 MIDDLEWARE = f"{PACKAGE}.engine.middleware.EvidenceMiddleware"
-ENTRY_POINTS = f"[vllm.general_plugins]\nservelab = {PACKAGE}.engine.plugin:register\n"
+ENTRY_POINTS = f"[vllm.general_plugins]\n{PLUGIN_NAME} = {PACKAGE}.engine.plugin:register\n"
 METADATA_TEXT = "Metadata-Version: 2.1\nName: servelab-kernels\nVersion: 0.1\n"
 
 SOURCES = Path(kernels.__file__).resolve().parent
@@ -29,6 +35,38 @@ class Overlay:
 
     path: Path
     sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plugin:
+    """A staged plugin and how one launch takes it.
+
+    Attributes:
+        marks: a folder of this launch in which every engine process that installed the plugin leaves a file.
+    """
+
+    overlay: Overlay
+    marks: Path
+    flag: str
+
+    @property
+    def arguments(self) -> list[str]:
+        """What the engine's command line needs."""
+        return [self.flag, MIDDLEWARE]
+
+    def environment(self, own: Mapping[str, str]) -> dict[str, str]:
+        """``own`` with what the engine's processes need; the user's path and list of plugins are kept."""
+        path = [str(self.overlay.path), *filter(None, [own.get("PYTHONPATH")])]
+        added = {"PYTHONPATH": os.pathsep.join(path), marks.VARIABLE: str(self.marks)}
+        if "VLLM_PLUGINS" in own:
+            added["VLLM_PLUGINS"] = ",".join([*filter(None, [own["VLLM_PLUGINS"]]), PLUGIN_NAME])
+        return {**own, **added}
+
+
+def plugin_for(engine: Engine, *, cache: Path, folder: Path) -> Plugin | None:
+    """The plugin for a launch with its own ``folder``, staged; None where the engine's family cannot load it."""
+    flag = family(engine).flag("plugin", engine=engine)
+    return None if flag is None else Plugin(overlay=stage(cache), marks=folder / "marks", flag=flag)
 
 
 @memoised

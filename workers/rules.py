@@ -10,12 +10,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from conf.schema import Config, HardwareKind
+from workers import engine_process
 from workers.capacity import bytes_per_token
 from workers.engines import num_devices
 from workers.evidence import Evidence, Fact
 from workers.families import family
 from workers.versions import commit_of, same_commit, same_release
 
+_PLAIN_DTYPES = frozenset({"bfloat16", "float16", "float32"})
+_CODES = frozenset(
+    {"uint8", "int8", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"}
+)  # of quantised K and V
+# Every engine process that loaded the plugin tells these; without one of them a run says less than it must.
+_OF_PROCESSES = (
+    "engine.plugin_sha256", "engine.pids", "engine.num_layers", "engine.kv_tensor_dtype", "engine.kv_bytes_per_token",
+    "engine.kv_bytes_held", "engine.scheduler_class", "server.attention_backend",
+)  # fmt: skip
 _FP8_NAMES = frozenset({"fp8", "fp8_e4m3"})
 
 
@@ -101,6 +111,14 @@ def _kv_dtype_agrees(config: Config, reported: str) -> bool:
     return reported == asked or (reported == "auto" and asked == config.model.dtype)
 
 
+def _tensor_dtype_agrees(config: Config, reported: str) -> bool:
+    """Plain dtypes are stored as themselves; a quantised cache keeps codes in at least some layers."""
+    asked = config.model.dtype if config.kv.dtype == "auto" else config.kv.dtype
+    if asked in _PLAIN_DTYPES:
+        return reported == asked
+    return bool(_CODES.intersection(reported.replace("+", ", ").split(", ")))
+
+
 RULES: tuple[Rule, ...] = (
     _rule(
         "engine.version",
@@ -117,6 +135,14 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.kv.dtype,
         agrees=_kv_dtype_agrees,
         compares="equal; fp8 = fp8_e4m3; auto counts as the model's dtype",
+    ),
+    _rule(
+        "kv.dtype",
+        "engine.kv_tensor_dtype",
+        lambda config: config.kv.dtype,
+        agrees=_tensor_dtype_agrees,
+        required=_never,
+        compares="what the layers' tensors hold: a plain dtype as itself, a quantised one as codes of one byte",
     ),
     _rule(
         "kv.memory_bytes",
@@ -182,7 +208,13 @@ RULES: tuple[Rule, ...] = (
 def findings(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Finding]:
     """Every rule that a run does not meet."""
     found = [finding for rule in RULES for finding in _apply(rule, config, evidence)]
-    return [*found, *_devices(config, evidence), *_capacity(config, evidence, model_config=model_config)]
+    return [
+        *found,
+        *_devices(config, evidence),
+        *_capacity(config, evidence, model_config=model_config),
+        *_engine_processes(evidence),
+        *_held(config, evidence, model_config=model_config),
+    ]
 
 
 def _apply(rule: Rule, config: Config, evidence: Evidence) -> list[Finding]:
@@ -233,6 +265,67 @@ def _devices(config: Config, evidence: Evidence) -> list[Finding]:
         )
         return [Finding(setting="devices", detail=detail)]
     return []
+
+
+def _engine_processes(evidence: Evidence) -> list[Finding]:
+    """Where the plugin was staged, every engine process runs exactly it, belongs to our server, and tells all."""
+    staged = evidence.value("launch.plugin_sha256")
+    if staged is None:
+        return []
+    missing = [name for name in _OF_PROCESSES if not any(_from_process(f) for f in evidence.known(name))]
+    errors = [f"{fact.value} ({fact.source})" for fact in evidence.known("engine.error")]
+    problems = [
+        f"other sources: {str(fact.value)[:12]} instead of {staged[:12]} ({fact.source})"
+        for fact in evidence.known("engine.plugin_sha256")
+        if fact.value != staged
+    ]
+    pids = evidence.value("engine.pids")
+    if evidence.value("engine.pids_in_tree") is False:
+        problems.append(f"an answer came from outside our server's process tree (pids {pids})")
+    if evidence.value("engine.pids_marked") is False:
+        problems.append(f"a process that answered never installed the plugin (pids {pids})")
+    found = [Finding(setting="plugin", detail=f"plugin: {problem}") for problem in problems]
+    if missing:
+        text = f"plugin: the engine's processes did not tell {', '.join(missing)}"
+        found.append(Finding(setting="plugin", detail="; ".join([text, *errors]), missing=True))
+    return found
+
+
+def _from_process(fact: Fact) -> bool:
+    return fact.source.startswith(engine_process.SOURCE)
+
+
+def _held(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Finding]:
+    """The tensors of every worker: bytes per token are those of the dtype, and all of them fill the budget."""
+    per_token = _bytes_per_token_and_device(config, model_config=model_config)
+    found = [
+        Finding(
+            setting="kv.dtype",
+            detail=f"kv.dtype: {config.kv.dtype} takes {per_token} bytes per token, the layers hold {fact.value:g} "
+            f"({fact.source})",
+        )
+        for fact in evidence.known("engine.kv_bytes_per_token")
+        if per_token is not None and fact.value != per_token
+    ]
+    return [*found, *(_unfilled(config, evidence) if config.engine.pipeline_parallel_size == 1 else ())]
+
+
+def _unfilled(config: Config, evidence: Evidence) -> list[Finding]:
+    """Within one block: a budget is divided into whole blocks."""
+    per_token, size = evidence.value("engine.kv_bytes_per_token"), evidence.value("server.block_size")
+    tokens, budget = evidence.value("server.kv_cache_tokens"), config.kv.memory_bytes
+    if per_token is None or size is None:
+        return []
+    said = [(fact.value, f"the tensors hold {fact.value}") for fact in evidence.known("engine.kv_bytes_held")]
+    if tokens is not None:
+        said.append(
+            (tokens * per_token, f"{tokens} tokens of {per_token:g} bytes are {tokens * per_token:g}")
+        )
+    return [
+        Finding(setting="kv.memory_bytes", detail=f"kv.memory_bytes: asked for {budget} bytes, {text}")
+        for held, text in said
+        if abs(held - budget) > per_token * size
+    ]
 
 
 def _capacity(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Finding]:

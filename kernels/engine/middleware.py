@@ -60,9 +60,11 @@ async def _asked(ask: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def _problem(found: dict[str, Any]) -> str | None:
-    """Why the reports are not whole; a report that fails later is for the verdict, a missing method is not."""
-    reports = [found["api_server"], found["engine_core"], *found["workers"]]
-    return next((str(report["error"]) for report in reports if "error" in report), None)
+    """Which process cannot be asked. One that answers with an error of its own (and its pid) is for the verdict."""
+    reports = [found["engine_core"], *found["workers"]]
+    return next(
+        (str(report["error"]) for report in reports if "error" in report and "pid" not in report), None
+    )
 
 
 async def _reply(send: Send, body: dict[str, Any]) -> None:

@@ -230,5 +230,5 @@ def test_older_engines_are_not_asked_for_what_they_do_not_export():
     assert named(config, evidence) == []
 
 
-def test_every_rule_has_its_own_setting():
-    assert len({rule.setting for rule in RULES}) == len(RULES)
+def test_every_rule_is_there_once():
+    assert len({(rule.setting, rule.fact) for rule in RULES}) == len(RULES)
