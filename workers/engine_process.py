@@ -126,7 +126,9 @@ def _of_all(reports: Reports, *, tree: frozenset[int], marks: Path | None) -> Na
 def _marked(reports: Reports, marks: Path) -> bool:
     """Every process that answered left a file with the same pid and sources, before anybody asked."""
     left = {(mark.get("pid"), mark.get("plugin_sha256")) for mark in read_marks(marks)}
-    said = {(process.get("pid"), process.get("plugin_sha256")) for process in reports.all if process}
+    said = {
+        (one["pid"], one["plugin_sha256"]) for one in reports.all if {"pid", "plugin_sha256"} <= one.keys()
+    }
     return said <= left
 
 

@@ -71,6 +71,18 @@ class Script:
     metrics_status: int = 200
     metric_engines: int = 1  # more: extra series engine="1".. with zeros under every name
 
+    # --- what its processes say through the plugin (only with --middleware) ---
+    engine_route: bool = True  # False: 404
+    engine_error: str | None = None  # instead of the worker's report
+    engine_backend: str | None = None  # None: --attention-backend, CPU_ATTN without the flag
+    engine_kv_tensor_dtype: str | None = None  # None: what the flag means
+    engine_kv_bytes_per_token: int | None = None  # per layer; None: what the flag means
+    engine_plugin_sha256: str | None = None  # of the worker; None: what was loaded
+    engine_vllm: str | None = None  # of the worker; None: version
+    engine_pid: int | None = None  # of the worker; None: the stub's own
+    engine_queue_class: str | None = None  # None: that of --scheduling-policy
+    engine_marks: bool = True  # leave a file per process, as the plugin does
+
     # --- timing of a generation ---
     ttft_s: float = 0.005  # from admission to the first token
     itl_s: float = 0.001

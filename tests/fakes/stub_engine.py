@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import stub_metrics
+import stub_plugin
 from stub import VARIABLE, from_json, hits
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -70,6 +71,7 @@ def parse_args(argv):
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=64 * 2**20)
     parser.add_argument("--block-size", type=int, default=128)
     parser.add_argument("--attention-backend")
+    parser.add_argument("--middleware", action="append", default=[])
     parser.add_argument("--scheduling-policy", default="fcfs")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
     args, _ = parser.parse_known_args(argv)
@@ -95,8 +97,8 @@ class Cache:
         self.dtype = script.cache_dtype or args.kv_cache_dtype
         self.block_size = script.block_size or args.block_size
         self.memory_bytes = script.kv_cache_memory_bytes or args.kv_cache_memory_bytes
-        per_token = BYTES_PER_TOKEN.get(args.kv_cache_dtype.split("_e")[0], 23040)
-        self.num_blocks = script.num_gpu_blocks or self.memory_bytes // (per_token * self.block_size)
+        self.per_token = BYTES_PER_TOKEN.get(args.kv_cache_dtype.split("_e")[0], 23040)
+        self.num_blocks = script.num_gpu_blocks or self.memory_bytes // (self.per_token * self.block_size)
         self.num_tokens = self.num_blocks * self.block_size
         self.prefix_caching = args.enable_prefix_caching
         self._seen = set()
@@ -323,6 +325,7 @@ class Engine:
 
     def __init__(self, args, script, loop):
         self.args, self.script, self.loop = args, script, loop
+        self.plugin_sha256 = stub_plugin.load(args, script)
         self.now = loop.time
         self.name = (args.served_model_name or [args.model])[0]
         self.max_model_len = script.max_model_len or args.max_model_len
@@ -453,6 +456,12 @@ class Engine:
         with Path(self.script.truth_path).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def reports(self):
+        if self.plugin_sha256 is None or not self.script.engine_route:
+            return 404, {"detail": "Not Found"}
+        known = {"plugin_sha256": self.plugin_sha256, "per_token": self.cache.per_token}
+        return 200, stub_plugin.reports(self.args, self.script, self.cache, **known)
+
     def die(self):
         log("APIServer", self.script.die_text, level="ERROR")
         os._exit(self.script.die_code)
@@ -548,6 +557,7 @@ class Http(asyncio.Protocol):
             "/version": lambda: (200, {"version": engine.script.version}),
             "/v1/models": lambda: (200, self._models()),
             "/metrics": lambda: (engine.script.metrics_status, engine.metrics()),
+            stub_plugin.ROUTE: engine.reports,
             "/stub/state": lambda: (200, engine.state | {"argv": sys.argv, "environment": dict(os.environ)}),
         }
         status, answer = routes.get(path, lambda: (404, {"detail": "Not Found"}))()
