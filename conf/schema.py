@@ -303,6 +303,7 @@ class Config:
     runs_dir: str = "runs"
     cache_dir: str | None = None  # None: the user's cache folder / servelab
     dry_run: bool = False
+    check: bool = False
     rerun: Rerun = Rerun.none
     retries: int = bounded(1, ge=0)
     fail_fast: bool = False
@@ -312,6 +313,6 @@ class Config:
 
 # Keys of Config that say how a command runs rather than what a cell measures.
 COMMAND_KEYS = (
-    "tracking", "sweep", "ray", "runs_dir", "cache_dir", "dry_run", "rerun", "retries", "fail_fast",
-    "from_file", "relog",
+    "tracking", "sweep", "ray", "runs_dir", "cache_dir", "dry_run", "check", "rerun", "retries",
+    "fail_fast", "from_file", "relog",
 )  # fmt: skip

@@ -1,7 +1,8 @@
-"""The command line: Hydra composes, then one of five things happens.
+"""The command line: Hydra composes, then one of six things happens.
 
-A sweep or a single cell runs, ``dry_run=true`` prints its plan, ``from_file=`` runs a stored cell again, ``relog=``
-rebuilds the tracking store from disk. Whatever is wrong with what was written is one message and exit code 2.
+A sweep or a single cell runs, ``dry_run=true`` prints its plan, ``check=true`` looks whether this machine can run it,
+``from_file=`` runs a stored cell again, ``relog=`` rebuilds the tracking store from disk. Whatever is wrong with what
+was written is one message and exit code 2.
 """
 
 import gc
@@ -342,8 +343,8 @@ def _sweep(composed: Composed, config: Config) -> Todo:
     cells = expand(composed.cfg, composed.compose, command=composed.command)
     default = composed.sweep_option or ("adhoc" if len(cells) > 1 else "single")
     cells, config = named(cells, config, default=default)
-    if config.dry_run:
-        return lambda: _dry_run(cells, config)
+    if (look := _look(cells, config)) is not None:
+        return look
 
     def run() -> int:
         from orchestrator.run import run_sweep
@@ -351,6 +352,19 @@ def _sweep(composed: Composed, config: Config) -> Todo:
         return run_sweep(cells, config)
 
     return run
+
+
+def _look(cells: Sequence[Cell], config: Config) -> Todo | None:
+    """What a command that only looks does; None if it runs the cells."""
+    if config.check:
+        return lambda: _check_machine(cells, config)
+    return (lambda: _dry_run(cells, config)) if config.dry_run else None
+
+
+def _check_machine(cells: Sequence[Cell], config: Config) -> int:
+    from orchestrator.check import check_machine
+
+    return check_machine(cells, config)
 
 
 def _dry_run(cells: Sequence[Cell], config: Config) -> int:
@@ -394,8 +408,8 @@ def _rerun(composed: Composed, config: Config) -> Todo:
         raise UsageError(f"from_file runs one cell, got the axes {', '.join(composed.command.axes)}")
     cells = expand(cfg, composed.compose, command=command)
     cells, config = named(cells, base_config(cfg, cwd=command.cwd), default="rerun")
-    if config.dry_run:
-        return lambda: _dry_run(cells, config)
+    if (look := _look(cells, config)) is not None:
+        return look
 
     def run() -> int:
         from orchestrator.rerun import rerun

@@ -75,6 +75,25 @@ def prepare_model(
     return _prepare_package(package, build=build, run=run)
 
 
+def is_cached(model: Model, *, cache: Path) -> bool | None:
+    """Whether :func:`prepare_model` would find the weights; starts nothing. None: a hub model, the engine's business.
+
+    Raises:
+        ValueError: the model's folder is not one, or the model lacks the key that its source needs.
+    """
+    if model.source is ModelSource.hub:
+        _named(model.id, key="id", model=model)
+        return None
+    if model.source is ModelSource.path:
+        check_folder(
+            Path(_named(model.path, key="path", model=model)).expanduser().absolute(), where="model.path"
+        )
+        return True
+    requirement = _named(model.package, key="package", model=model)
+    package = _Package(requirement=requirement, model=model, cache=cache, progress=print)
+    return (package.folder / READY).exists()
+
+
 def _named(value: str | None, *, key: str, model: Model) -> str:
     if not value:
         raise ValueError(

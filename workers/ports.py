@@ -55,6 +55,16 @@ def port_is_free(port: int) -> bool:
     return True
 
 
+def num_free_blocks(*, up_to: int) -> int:
+    """Blocks whose HTTP port nobody is bound to, counted up to a number; leases are not looked at."""
+    free = 0
+    for start in block_starts(ephemeral_range()):
+        free += port_is_free(start)
+        if free >= up_to:
+            break
+    return free
+
+
 def default_folder() -> Path:
     """Where leases of this host live; shared by all users, hence writable by all."""
     folder = Path(tempfile.gettempdir()) / "servelab-ports"
