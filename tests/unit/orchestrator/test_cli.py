@@ -60,7 +60,8 @@ def test_help_lists_groups_options_and_examples(capsys):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert "engine: vllm_0_25, vllm_0_31, vllm_0_32" in text
-    assert "sweep: capacity, scheduler_tail, smoke, ttft_grid" in text
+    sweeps = sorted(path.stem for path in (cli.CONFIG_DIR / "sweep").glob("*.yaml"))
+    assert f"sweep: {', '.join(sweeps)}" in text
     assert "python -m orchestrator +sweep=ttft_grid dry_run=true" in text
 
 
