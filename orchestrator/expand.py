@@ -19,6 +19,8 @@ from conf.keys import Key, convert, find, get, plain, replaced
 from conf.schema import COMMAND_KEYS, Config
 from conf.validate import check_ranges, check_sweep_name, check_together, check_value
 from orchestrator.identity import Memo, cell_key
+from workers.families import family
+from workers.overlay import plugin_sha256
 
 # Composes the configuration from override lines, e.g. ["+sweep=smoke", "engine=vllm_0_31"].
 Compose = Callable[[list[str]], DictConfig]
@@ -73,7 +75,6 @@ def expand(
     compose: Compose,
     *,
     command: CommandLine | None = None,
-    plugin_sha256: str | None = None,
 ) -> list[Cell]:
     """Expand ``cfg.sweep`` into validated cells with distinct identities; without a grid, one cell.
 
@@ -96,11 +97,17 @@ def expand(
         check_together(config, where=_where(point))
     memo: Memo = {}
     cells = [
-        _cell(point, config, key=cell_key(config, plugin_sha256=plugin_sha256, memo=memo))
+        _cell(point, config, key=cell_key(config, plugin_sha256=_plugin_sha256(config), memo=memo))
         for point, config in _repeated(kept, repeats=sweep["repeats"], sentinels=sweep["sentinels"])
     ]
     _check_distinct(cells)
     return cells
+
+
+def _plugin_sha256(config: Config) -> str | None:
+    """The sources that an engine's processes load of ours; None where its family cannot load them."""
+    flag = family(config.engine).flag("plugin", engine=config.engine)
+    return None if flag is None else plugin_sha256()
 
 
 def base_config(cfg: DictConfig, *, cwd: Path) -> Config:

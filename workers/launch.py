@@ -21,6 +21,7 @@ from workers.errors import ClientLimitError, EngineDiedError, EngineStartError, 
 from workers.events import CellFailed, CellFinished, CellSpec, Event, LaunchFinished, LaunchSpec, Phase
 from workers.measure import Measurement, measure_cell
 from workers.model import PreparedModel, prepare_model
+from workers.overlay import Plugin, plugin_for
 from workers.server import Server, ServerSpec, log_tail, start_with_retries
 from workers.telemetry import Devices, DeviceState
 
@@ -57,6 +58,7 @@ class _Launch:
         self._left: list[CellSpec] = list(spec.cells)
         self._measuring = False
         self._timing: dict[str, float] = {}
+        self._plugin: Plugin | None = None
         self._hold = contextlib.ExitStack()
         self._folder = self._hold.enter_context(clean.launch_folder())
         self._unclean: str | None = None  # what the engine left, once it has ended
@@ -141,9 +143,17 @@ class _Launch:
 
     async def _start(self, build: EngineBuild, model: PreparedModel, devices: Devices | None) -> Server:
         config = self._config
+        plugin = await asyncio.to_thread(
+            plugin_for, config.engine, cache=cache_root(config.cache_dir), folder=self._folder
+        )
+        self._plugin = plugin
         spec = ServerSpec(
-            argv_for_port=lambda port: engines.command(config, model=model, port=port, python=build.python),
-            env=engines.environment(config, base=self._spec.base_env, device_ids=",".join(self._device_ids)),
+            argv_for_port=lambda port: engines.command(
+                config, model=model, port=port, python=build.python, plugin=plugin
+            ),
+            env=engines.environment(
+                config, base=self._spec.base_env, device_ids=",".join(self._device_ids), plugin=plugin
+            ),
             log_path=self._log_path,
             cwd=self._folder,
             start_timeout_s=config.hardware.start_timeout_s,
@@ -177,6 +187,7 @@ class _Launch:
             client_cores=free_cores(self._config, server.log_path),
             folder=self._folder / cell.key,
             emit=self._emit,
+            plugin=self._plugin,
         )
         before = dict(self._timing)
         finished = await measure_cell(measurement)

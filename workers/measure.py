@@ -21,6 +21,7 @@ from workers.load.client import LoadResult, LoadSpec, Progress, run_load
 from workers.load.warmup import warmup_requests
 from workers.load.workload import Request, arrivals_sha256, build_requests, write_arrivals
 from workers.model import PreparedModel
+from workers.overlay import Plugin
 from workers.prometheus import ServerWindow, gauges
 from workers.scrape import Row, Scraper, Snapshot, server_metrics, server_window, write_timeseries
 from workers.server import Server
@@ -42,6 +43,7 @@ class Measurement:
     client_cores: frozenset[int] | None
     folder: Path
     emit: Callable[[Event], None]
+    plugin: Plugin | None = None
 
     @property
     def config(self) -> Config:
@@ -108,7 +110,7 @@ def build(measurement: Measurement) -> list[Request]:
         config.workload,
         config.load,
         seed=config.seed,
-        repeat=config.repeat,
+        repeat=config.draw,
         vocab_size=measurement.model.vocab_size,
         max_model_len=config.engine.max_model_len,
     )
@@ -121,7 +123,7 @@ async def warm_up(measurement: Measurement, requests: Sequence[Request]) -> list
         requests,
         config.load.warmup,
         seed=config.seed,
-        repeat=config.repeat,
+        repeat=config.draw,
         vocab_size=measurement.model.vocab_size,
     )
     if not warm:
@@ -265,6 +267,7 @@ def source(measurement: Measurement, observed: Observed) -> Source:
         environment_root=None if measurement.config.engine.executable is not None else build.root,
         device_ids=",".join(measurement.device_ids) or None,
         devices=observed.devices,
+        plugin=measurement.plugin,
     )
 
 
