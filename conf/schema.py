@@ -183,6 +183,7 @@ class Workload:
     input: Length = field(default_factory=lambda: Length(value=128))
     output: Length = field(default_factory=lambda: Length(value=32))
     shared_prefix_tokens: int = bounded(0, ge=0)
+    redraw: bool = True  # False: every repeat sends the same prompts at the same times (A/A sweeps)
     ignore_eos: bool = True  # forced lengths; False: natural stops, output length is the limit
     temperature: float = bounded(0.0, ge=0)
 
@@ -295,6 +296,11 @@ class Config:
     seed: int = bounded(0, ge=0)
     repeat: int = bounded(0, ge=0)
     sentinel: int | None = bounded(None, ge=0)  # set by expansion: 0 opens, 1 closes the sweep
+
+    @property
+    def draw(self) -> int:
+        """Which draw of prompts, lengths and arrivals this cell sends: its repeat's own, or all repeats' first."""
+        return self.repeat if self.workload.redraw else 0
 
     # How this command runs; none of it is part of a cell's identity.
     tracking: Tracking = field(default_factory=Tracking)

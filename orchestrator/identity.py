@@ -38,7 +38,7 @@ NO_IDENTITY = frozenset(
     }
 )
 # Names are for people: arms under another name are still the same work.
-_NOT_WORKLOAD = frozenset({"name", "dtype"})
+_NOT_WORKLOAD = frozenset({"name", "dtype", "redraw"})
 # What is asked of a running engine.
 _NOT_LAUNCH = frozenset({"load", "workload", "seed"})
 # What judges and observes a run does not change what is asked of the engine.
@@ -76,7 +76,7 @@ def workload_hash(config: Config) -> str:
         "load": _without(_section("load", config.load), _NOT_ASKED),
         "model": _without(_section("model", config.model), _NOT_WORKLOAD),
         "seed": config.seed,
-        "repeat": config.repeat,
+        "repeat": config.draw,
     }
     return _digest(["workload", _canonical(asked)])
 

@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from analysis.noise import Floor, Run, Spread, noise_floor
+
 PHASES = ("environment_s", "model_s", "start_s", "warmup_s", "measured_s", "stop_s")
 PHASE_NAMES = {
     "environment_s": "environments",
@@ -135,6 +137,8 @@ def print_summary(
             console.print(outcome_line(outcome), markup=False, highlight=False, soft_wrap=True)
     for note in notes(outcomes):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+    for line in noise_lines(outcomes):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     if not_started:
         console.print(f"{not_started} cell{'' if not_started == 1 else 's'} not started")
     console.print(time_line(time_spent), markup=False, highlight=False, soft_wrap=True)
@@ -152,6 +156,36 @@ def notes(outcomes: Sequence[CellOutcome]) -> list[str]:
         f"note: {names[0] if len(names) == 1 else f'{len(names)} cells'}: {warning}"
         for warning, names in cells.items()
     ]
+
+
+def noise_lines(outcomes: Sequence[CellOutcome]) -> list[str]:
+    """The spread between launches of identical cells, one line per group; none for a sweep without such cells."""
+    runs = [
+        Run(
+            asked=outcome.axes,
+            workload_hash=outcome.result.get("workload_hash"),
+            metrics=outcome.result["metrics"],
+        )
+        for outcome in outcomes
+        if outcome.state == "valid"
+    ]
+    return [noise_line(floor) for floor in noise_floor(runs)]
+
+
+def noise_line(floor: Floor) -> str:
+    """How far identical launches lie apart; a difference between arms below that is none."""
+    axes = " ".join(f"{key}={value}" for key, value in floor.asked.items()) or "one cell"
+    figures = ", ".join(
+        f"{name} {spread_text(spread)}"
+        for name, spread in (("TTFT p50", floor.ttft), ("TPOT mean", floor.tpot))
+        if spread is not None
+    )
+    return f"noise floor, {floor.launches} launches of {axes}: {figures or UNKNOWN}"
+
+
+def spread_text(spread: Spread) -> str:
+    """``512 ms, CV 2.1 %, max/min 1.06``."""
+    return f"{number(spread.mean_ms)} ms, CV {spread.cv * 100:.1f} %, max/min {spread.max_over_min:.2f}"
 
 
 def wide_console() -> Console:

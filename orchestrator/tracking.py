@@ -24,6 +24,8 @@ from urllib.parse import quote, urlencode
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from analysis.noise import Run as NoiseRun
+from analysis.noise import noise_floor, noise_metrics
 from conf.schema import Config, Tracking
 from orchestrator import address, entries, store
 from orchestrator.paths import CellPaths, RunPaths, SweepPaths
@@ -40,6 +42,7 @@ MAX_COMPARED = 100  # runs in one compare link
 SWEEP, SWEEP_ID, KIND, CELL = "servelab.sweep", "servelab.sweep_id", "servelab.kind", "servelab.cell"
 STARTED_AT, CLOSED, SUPERSEDED = "servelab.started_at", "servelab.closed", "servelab.superseded"
 PARENT = "mlflow.parentRunId"
+TTFT = "ttft_ms/p50"
 LOGGED = ("FINISHED", "FAILED")  # states that only a completely logged cell has
 
 T = TypeVar("T")
@@ -299,16 +302,16 @@ class Tracker:
         self._open = False
         now = _now_ms()
         points = [(f"cells/{name}", float(value), now, 0) for name, value in counts.items()]
-        best = self._best_ttft_ms(self._sweep().name)
+        valid = [
+            run for run in self._search(self._sweep().name, kind="cell") if _tag(run, "verdict") == "valid"
+        ]
+        best = min((ttft for run in valid if (ttft := run.data.metrics.get(TTFT)) is not None), default=None)
         points += [("best/ttft_ms_p50", best, now, 0)] if best is not None else []
+        floors = noise_floor(map(_noise_run, valid))
+        points += [(name, value, now, 0) for name, value in noise_metrics(floors).items()]
         self._log(parent, points=points, tags={"servelab.status": status.lower()})
         self._log_sweep_files(parent)
         self.client.set_terminated(parent, status)
-
-    def _best_ttft_ms(self, name: str) -> float | None:
-        valid = (run for run in self._search(name, kind="cell") if _tag(run, "verdict") == "valid")
-        found = [run.data.metrics["ttft_ms/p50"] for run in valid if "ttft_ms/p50" in run.data.metrics]
-        return min(found, default=None)
 
     def _close(self, name: str, *, reason: str, kinds: Sequence[str]) -> int:
         running = [
@@ -530,6 +533,14 @@ def _flat(grid: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
         dotted = f"{prefix}{name}"
         flat |= _flat(value, prefix=f"{dotted}.") if isinstance(value, Mapping) else {dotted: value}
     return flat
+
+
+def _noise_run(run: "Run") -> NoiseRun:
+    """A cell's run, for the noise floor: its repeat is its place in the sweep."""
+    asked = {name: value for name, value in run.data.params.items() if name != "repeat"}
+    return NoiseRun(
+        asked=asked, workload_hash=_tag(run, "servelab.workload_hash") or None, metrics=run.data.metrics
+    )
 
 
 def _tag(run: "Run", name: str) -> str:
