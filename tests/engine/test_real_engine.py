@@ -48,6 +48,30 @@ def test_the_server_itself_reports_what_was_asked(smoke):
         assert server["process.port_owned"] is True
 
 
+def test_the_engines_own_processes_report_what_they_hold(smoke):
+    """CPU vLLM's log names no backend; its layers do. 30 layers x 768 bytes; 5 blocks x 32 tokens x 23,040 bytes."""
+    folder, _, results = smoke
+    for result in results:
+        server = result["server"]
+        assert server["server.attention_backend"] == "CPU_ATTN"
+        assert server["engine.kv_tensor_dtype"] == "bfloat16"
+        assert (server["engine.num_layers"], server["engine.kv_bytes_per_token"]) == (30, 23040)
+        assert server["engine.kv_bytes_held"] == 5 * 32 * 23040
+        assert server["engine.scheduler_class"].endswith(".Scheduler")
+        assert server["engine.queue_class"].endswith(".FCFSRequestQueue")
+        assert len(set(server["engine.pids"])) == 3  # API server, core, worker
+        assert server["engine.pids_in_tree"] is True
+        assert server["engine.pids_marked"] is True
+        path = next((folder / "runs" / "smoke").glob(f"*{result['cell_key']}")) / "evidence.json"
+        facts = [one for one in json.loads(path.read_text())["facts"] if one["value"] is not None]
+        hashes = [one["value"] for one in facts if one["name"] == "engine.plugin_sha256"]
+        assert hashes == [server["launch.plugin_sha256"]] * 3
+        versions = {
+            one["source"].split(" (")[0]: one["value"] for one in facts if one["name"] == "server.version"
+        }
+        assert versions["engine process worker 0"] == versions["GET /version"] == "0.32.0"
+
+
 def test_client_and_server_count_the_same(smoke):
     """Completed requests, prompt and output tokens agree between the records and the server's counters."""
     folder, _, results = smoke
