@@ -171,15 +171,15 @@ async def wait_free(devices: Devices, *, wait_s: float, say: Say) -> list[Device
     deadline = time.monotonic() + wait_s
     told = False
     while problems := await asyncio.to_thread(obstacles, devices):
+        if not told:
+            say(f"waiting up to {wait_s:g} s: {'; '.join(problems)}")
+            told = True
         if time.monotonic() >= deadline:
             raise EngineStartError(
                 f"{'; '.join(problems)} (device_busy); end these processes, or wait longer with "
                 f"hardware.busy_wait_s (now {wait_s:g})",
                 cause="device_busy",
             )
-        if not told:
-            say(f"waiting up to {wait_s:g} s: {'; '.join(problems)}")
-            told = True
         await asyncio.sleep(min(POLL_S, wait_s))
     return devices.states()
 
