@@ -12,6 +12,7 @@ DOES_NOT_FIT = re.compile(
 )
 DEVICE_BUSY = re.compile(r"on startup\s+is less than desired (?:GPU|CPU) memory utilization")
 PORT_TAKEN = re.compile(r"\[Errno 98\]|EADDRINUSE|[Aa]ddress already in use")
+PLUGIN_FAILED = re.compile(r"the servelab plugin (?:is not installed everywhere|cannot be installed)")
 ENVIRONMENT_BROKEN = re.compile(
     r"^(?:\([^)]*\) )?(?:ERROR [^\]]*\] )?(?:ModuleNotFoundError|ImportError|importlib\.metadata\.PackageNotFoundError): "
     r"|version `GLIBC(?:XX)?_[\d.]+' not found",
@@ -28,6 +29,7 @@ PATTERNS = {
     "does_not_fit": DOES_NOT_FIT,
     "device_busy": DEVICE_BUSY,
     "port_taken": PORT_TAKEN,
+    "plugin_failed": PLUGIN_FAILED,
     "environment_broken": ENVIRONMENT_BROKEN,
 }
 
@@ -35,6 +37,7 @@ REMEDIES = {
     "does_not_fit": "ask for less: kv.memory_bytes must hold one request of engine.max_model_len tokens, and weights plus cache the device",
     "device_busy": "another process holds the device's memory; wait for it or end it",
     "port_taken": "another program took the port; the next try uses another one",
+    "plugin_failed": "this engine's release does not fit our plugin (kernels/engine); see the log",
     "environment_broken": "build the engine's environment again, or correct the path named here",
     "start_timeout": "raise hardware.start_timeout_s if the model only needs longer",
     "generation_failed": "see the server's answer and its log",
@@ -53,6 +56,7 @@ def classify_failure(log_text: str, *, exit_code: int | None, timed_out: bool) -
         ("does_not_fit", DOES_NOT_FIT),
         ("device_busy", DEVICE_BUSY),
         ("port_taken", PORT_TAKEN),
+        ("plugin_failed", PLUGIN_FAILED),
     ):
         if pattern.search(log_text):
             return cause

@@ -38,4 +38,4 @@ def register() -> None:
 def _install(owner: Any, name: str, method: Any) -> None:
     setattr(owner, name, method)
     if getattr(owner, name, None) is not method:
-        raise PluginError(f"{owner.__name__}.{name} could not be installed")
+        raise PluginError(f"the servelab plugin cannot be installed: {owner.__name__} does not keep {name}")

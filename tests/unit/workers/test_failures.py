@@ -11,6 +11,10 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <modu
     ("text", "cause"),
     [
         (
+            "ERROR:    the servelab plugin is not installed everywhere: Exception: Call to collective_rpc method failed",
+            "plugin_failed",
+        ),
+        (
             "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
             "does_not_fit",
         ),
