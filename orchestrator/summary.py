@@ -82,7 +82,7 @@ def outcome_line(outcome: CellOutcome) -> str:
 
 def reasons(outcome: CellOutcome) -> str:
     """`` · name, name`` of the verdict, and whether the run was saturated; empty when there is nothing to say."""
-    names = [reason["name"] for reason in outcome.result["verdict"]["reasons"]]
+    names = list(dict.fromkeys(reason["name"] for reason in outcome.result["verdict"]["reasons"]))
     if outcome.result["metrics"].get("run/saturated") == 1.0:
         names.append("saturated")
     return f" · {', '.join(names)}" if names else ""
