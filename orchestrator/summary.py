@@ -10,11 +10,12 @@ from rich.table import Table
 
 from analysis.noise import Floor, Run, Spread, noise_floor
 
-PHASES = ("environment_s", "model_s", "start_s", "warmup_s", "measured_s", "stop_s")
+PHASES = ("environment_s", "model_s", "start_s", "probe_s", "warmup_s", "measured_s", "stop_s")
 PHASE_NAMES = {
     "environment_s": "environments",
     "model_s": "model",
     "start_s": "engine starts",
+    "probe_s": "output probes",
     "warmup_s": "warm-up",
     "measured_s": "measured",
     "stop_s": "engine stops",

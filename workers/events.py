@@ -31,7 +31,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The slot entered a phase: environment, model, start, warm-up, measure, stop. ``cell`` is its key."""
+    """The slot entered a phase: environment, model, clean, start, probe, warm-up, measure, stop. ``cell`` is its key."""
 
     name: str
     cell: str | None = None

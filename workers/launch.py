@@ -22,11 +22,13 @@ from workers.events import CellFailed, CellFinished, CellSpec, Event, LaunchFini
 from workers.measure import Measurement, measure_cell
 from workers.model import PreparedModel, prepare_model
 from workers.overlay import Plugin, plugin_for
+from workers.probes import Probed, probe_launch
 from workers.server import Server, ServerSpec, log_tail, start_with_retries
 from workers.telemetry import Devices, DeviceState
 
 Emit = Callable[[Event], None]
-SHARED_PHASES = ("environment_s", "model_s", "start_s")  # paid once per launch, told with each of its cells
+# Paid once per launch, told with each of its cells.
+SHARED_PHASES = ("environment_s", "model_s", "start_s", "probe_s")
 
 
 async def run_launch(spec: LaunchSpec, *, device_ids: Sequence[str]) -> AsyncIterator[Event]:
@@ -59,6 +61,7 @@ class _Launch:
         self._measuring = False
         self._timing: dict[str, float] = {}
         self._plugin: Plugin | None = None
+        self._probed: Probed | None = None
         self._hold = contextlib.ExitStack()
         self._folder = self._hold.enter_context(clean.launch_folder())
         self._unclean: str | None = None  # what the engine left, once it has ended
@@ -94,6 +97,7 @@ class _Launch:
         before = await self._clean_start(devices)
         server = await self._start(build, model, devices)
         try:
+            self._probed = await self._probe(server, model)
             await self._measure_all(server, build, model)
         finally:
             with self._phase("stop"):
@@ -167,6 +171,12 @@ class _Launch:
                 device_free=None if devices is None else lambda: not clean.obstacles(devices),
             )
 
+    async def _probe(self, server: Server, model: PreparedModel) -> Probed:
+        cache = cache_root(self._config.cache_dir)
+        asked = probe_launch(self._config, base_url=server.base_url, model=model, cache=cache)
+        with self._phase("probe"):
+            return await server.while_alive(asked)
+
     async def _measure_all(self, server: Server, build: EngineBuild, model: PreparedModel) -> None:
         self._measuring = True
         while self._left:
@@ -188,6 +198,7 @@ class _Launch:
             folder=self._folder / cell.key,
             emit=self._emit,
             plugin=self._plugin,
+            probed=self._probed,
         )
         before = dict(self._timing)
         finished = await measure_cell(measurement)

@@ -22,6 +22,7 @@ from workers.load.warmup import warmup_requests
 from workers.load.workload import Request, arrivals_sha256, build_requests, write_arrivals
 from workers.model import PreparedModel
 from workers.overlay import Plugin
+from workers.probes import Judgement, Probed, judge_answers
 from workers.prometheus import ServerWindow, gauges
 from workers.scrape import Row, Scraper, Snapshot, server_metrics, server_window, write_timeseries
 from workers.server import Server
@@ -44,6 +45,7 @@ class Measurement:
     folder: Path
     emit: Callable[[Event], None]
     plugin: Plugin | None = None
+    probed: Probed | None = None  # the launch's answers to the output probes; None: none were asked
 
     @property
     def config(self) -> Config:
@@ -217,7 +219,9 @@ def conclude(measurement: Measurement, observed: Observed, evidence: Evidence) -
         "client/loop_delay_ms/p99": observed.load.client.loop_delay_ms["p99"],
         "client/peak_open_streams": float(observed.load.client.peak_open_streams),
         "scrapes/failed": float(observed.failed_scrapes),
+        **(measurement.probed.metrics() if measurement.probed else {}),
     }
+    output = judge_output(measurement)
     verdict: Verdict = judge(
         config,
         evidence,
@@ -226,6 +230,8 @@ def conclude(measurement: Measurement, observed: Observed, evidence: Evidence) -
         window=window,
         client=observed.load.client,
         records=records,
+        output_problem=output.problem,
+        output_unknown=output.unknown,
     )
     return {
         "metrics_version": METRICS_VERSION,
@@ -237,6 +243,13 @@ def conclude(measurement: Measurement, observed: Observed, evidence: Evidence) -
         "start_attempts": [asdict(attempt) for attempt in measurement.server.attempts],
         "model_sha256": measurement.model.sha256,
     }
+
+
+def judge_output(measurement: Measurement) -> Judgement:
+    """The launch's probe answers under this cell's limit."""
+    if measurement.probed is None:
+        return Judgement()
+    return judge_answers(measurement.probed, limit_nats=measurement.config.load.limits.output_nats)
 
 
 def window_of(measurement: Measurement, observed: Observed) -> ServerWindow:
@@ -279,7 +292,9 @@ def leave(
     write_records(folder / "records.parquet", [*warm, *observed.load.records])
     write_timeseries(folder / "timeseries.parquet", observed.rows)
     client: Mapping[str, Any] = asdict(observed.load.client)
+    probed = measurement.probed
     return {
+        **({"probes.json": probed.to_json().encode()} if probed else {}),
         "arrivals.parquet": (folder / "arrivals.parquet").read_bytes(),
         "records.parquet": (folder / "records.parquet").read_bytes(),
         "timeseries.parquet": (folder / "timeseries.parquet").read_bytes(),

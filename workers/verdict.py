@@ -67,6 +67,7 @@ def judge(
     client: ClientStats,
     records: Sequence[Record],
     output_problem: str | None = None,
+    output_unknown: str | None = None,
 ) -> Verdict:
     """Every reason against one run.
 
@@ -79,6 +80,7 @@ def judge(
         client: the load generator's own state.
         records: the run's rows; those of the warm-up are ignored.
         output_problem: what was wrong with the answers to fixed probes, if they were asked.
+        output_unknown: why nobody can say whether those answers are right.
     """
     measured = [record for record in records if record.phase == "measured"]
     reasons = [
@@ -87,6 +89,7 @@ def judge(
         *_client(config, metrics=metrics, client=client),
         *_failed(config, measured),
         *([Reason(name="output_corrupt", detail=output_problem)] if output_problem else []),
+        *([Reason(name="evidence_missing", detail=output_unknown)] if output_unknown else []),
         *_lengths(config, measured),
         *_prefix_cache(config, window),
         *_sparsity(config, metrics),

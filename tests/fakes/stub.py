@@ -103,6 +103,10 @@ class Script:
     tokens_per_chunk: int = 1
     reasoning_tokens: int = 0  # chat: so many first tokens are reasoning
     reasoning_fields: tuple[str, ...] = ("reasoning",)  # names cycled over the reasoning chunks
+    # A request for logprobs is answered by repeating what followed the prompt's last word earlier in the prompt, as a
+    # language model does; probe_words: cycles these instead.
+    probe_words: tuple[str, ...] | None = None
+    probe_logprob: float = -0.1  # of every token that is so generated; other tokens are at -4 and less
     usage: str = "final"  # "final": own last event when asked for | "last_chunk" | "none"
     usage_extra_tokens: int = 0  # completion tokens claimed beyond those sent
     prompt_tokens_factor: float = 1.0  # claimed prompt tokens / real ones

@@ -301,12 +301,37 @@ class Generation:
         self.connection.send(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
     def _reply(self):
-        text = "".join(self.pieces)
-        choice = {"index": 0, "finish_reason": self.finish_reason, "logprobs": None, "stop_reason": None}
+        text, logprobs = "".join(self.pieces), None
+        if not self.chat and self.body.get("logprobs") is not None:
+            tokens = self._continuation()
+            text, logprobs = "".join(tokens), self._logprobs(tokens)
+        choice = {"index": 0, "finish_reason": self.finish_reason, "logprobs": logprobs, "stop_reason": None}
         choice |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         kind = "chat.completion" if self.chat else "text_completion"
         body = {"id": self.id, "object": kind, "created": int(time.time()), "model": self.engine.name}
         self.connection.reply(200, body | {"choices": [choice], "usage": self._usage()})
+
+    def _continuation(self):
+        """One token per word: scripted, or copied from where the prompt's last word stood before."""
+        scripted = self.engine.script.probe_words
+        if scripted is not None:
+            return [scripted[i % len(scripted)] for i in range(self.sent)]
+        words = str(self.body["prompt"]).split()
+        for _ in range(self.sent):
+            earlier = [place for place, word in enumerate(words[:-1]) if word == words[-1]]
+            words.append(words[earlier[-1] + 1] if earlier else words[0])
+        return [f" {word}" for word in words[len(words) - self.sent :]]
+
+    def _logprobs(self, tokens):
+        """The completions shape of vLLM."""
+        value = self.engine.script.probe_logprob
+        others = {f" other{rank}": -4.0 - rank for rank in range(1, self.body["logprobs"])}
+        return {
+            "text_offset": [len("".join(tokens[:place])) for place in range(len(tokens))],
+            "token_logprobs": [value] * len(tokens),
+            "tokens": tokens,
+            "top_logprobs": [{token: value} | others for token in tokens],
+        }
 
     def _close(self, reason):
         self.open = False

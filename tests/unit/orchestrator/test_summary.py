@@ -88,7 +88,7 @@ def test_time_is_told_by_phase():
     """100 s on one slot: 30 + 50 in phases, 20 rest."""
     assert time_line(SPENT) == (
         "time: 100 s on 1 slot(s): environments 0 s (0%), model 0 s (0%), engine starts 30 s (30%), "
-        "warm-up 0 s (0%), measured 50 s (50%), engine stops 0 s (0%), rest 20 s (20%)"
+        "output probes 0 s (0%), warm-up 0 s (0%), measured 50 s (50%), engine stops 0 s (0%), rest 20 s (20%)"
     )
 
 

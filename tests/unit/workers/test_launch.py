@@ -19,9 +19,11 @@ from workers.errors import (
 from workers.events import CellFailed, CellFinished, CellSpec, LaunchFinished, LaunchSpec, Phase
 from workers.launch import check_devices, check_host, run_launch
 from workers.model import PreparedModel
+from workers.probes import Probed
 
 BUILD = EngineBuild(key="k", python=Path("python"), root=Path("root"), freeze="", freeze_sha256="")
 MODEL = PreparedModel(path="/m", sha256=None, vocab_size=None, config={})
+PROBED = Probed(unknown="not asked")
 
 
 def cell_config(**values) -> Config:
@@ -34,6 +36,10 @@ class FakeServer:
 
     def __init__(self, log_path):
         self.log_path, self.stops, self.problem = log_path, 0, None
+        self.base_url = "http://127.0.0.1:1"
+
+    async def while_alive(self, work):
+        return await work
 
     async def stop(self):
         self.stops += 1
@@ -50,6 +56,7 @@ class Stage:
         monkeypatch.setattr(launch, "build_environment", self.build)
         monkeypatch.setattr(launch, "prepare_model", lambda *_args, **_values: MODEL)
         monkeypatch.setattr(launch, "start_with_retries", self.start)
+        monkeypatch.setattr(launch, "probe_launch", self.probe)
         monkeypatch.setattr(launch, "measure_cell", self.measure)
         monkeypatch.setattr(launch, "free_cores", lambda *_: None)
         monkeypatch.setattr(launch.clean, "end_leftovers", self.nothing)
@@ -70,7 +77,11 @@ class Stage:
         self.server.problem = self.stop_problem
         return self.server
 
+    async def probe(self, *_args, **_values):
+        return PROBED
+
     async def measure(self, measurement):
+        assert measurement.probed is PROBED
         what = self.measured.get(measurement.cell.key, 1.0)
         if isinstance(what, BaseException):
             raise what
@@ -112,11 +123,11 @@ def test_a_launch_tells_its_phases_cells_and_time(stage):
     stage.measured = {"a": 1.0, "b": 2.0}
     events = stage.run("a", "b")
     phases = [event.name for event in events if isinstance(event, Phase) and event.name != "clean"]
-    assert phases == ["environment", "model", "start", "stop"]
+    assert phases == ["environment", "model", "start", "probe", "stop"]
     assert names(events) == ["+a", "+b"]
     timing = {event.cell: event.payload["timing"] for event in events if isinstance(event, CellFinished)}
     assert (timing["b"]["warmup_s"], timing["b"]["measured_s"]) == (2.0, 2.0)
-    assert timing["a"].keys() == {"environment_s", "model_s", "start_s", "warmup_s", "measured_s"}
+    assert timing["a"].keys() == {"environment_s", "model_s", "start_s", "probe_s", "warmup_s", "measured_s"}
     assert isinstance(events[-1], LaunchFinished)
     assert (events[-1].timing["measured_s"], events[-1].problem, stage.server.stops) == (3.0, None, 1)
 
