@@ -72,6 +72,19 @@ def test_the_engines_own_processes_report_what_they_hold(smoke):
         assert versions["engine process worker 0"] == versions["GET /version"] == "0.32.0"
 
 
+def test_the_launch_answered_its_output_probes(smoke):
+    """Real text, as likely as in the reference that ships with the package, in less time than a start takes."""
+    folder, _, results = smoke
+    for result in results:
+        path = next((folder / "runs" / "smoke").glob(f"*{result['cell_key']}")) / "probes.json"
+        stored = json.loads(path.read_text())
+        assert [len(reply["tokens"]) for reply in stored["replies"]] == [16, 16, 16]
+        assert stored["replies"][1]["text"].startswith(" the quiet lake")
+        assert stored["reference"] is not None
+        assert abs(result["metrics"]["probe/lost_nats"]) < 0.2
+        assert 0 < result["timing"]["probe_s"] < result["timing"]["start_s"] + 60
+
+
 def test_client_and_server_count_the_same(smoke):
     """Completed requests, prompt and output tokens agree between the records and the server's counters."""
     folder, _, results = smoke
