@@ -211,7 +211,7 @@ class Limits:
     client_server_ttft_ms: float = bounded(50.0, gt=0)
     client_server_ttft_share: float = bounded(0.05, gt=0)
     # Likelihood that probe answers may lose against the reference, per token. On a 135M model: fp8 0.01, 4-bit 0.1 to
-    # 0.2, 3-bit 0.7, garbage 2 to 4. inf: the output is not judged.
+    # 0.2, 3-bit 0.5, garbage 2 to 4. inf: the output is not judged.
     output_nats: float = bounded(1.0, gt=0)
 
 
