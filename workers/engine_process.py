@@ -81,6 +81,8 @@ def _of_core(core: Named) -> Named:
     return {
         **_of_process(core),
         "server.scheduling_policy": _QUEUES.get(queue),
+        "server.max_num_seqs": core.get("max_num_seqs"),
+        "server.max_num_batched_tokens": core.get("max_num_batched_tokens"),
         "engine.scheduler_class": core.get("scheduler_class"),
         "engine.queue_class": core.get("queue_class"),
         "engine.core_threads": core.get("torch_threads"),

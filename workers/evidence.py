@@ -193,6 +193,8 @@ def log_facts(log: EngineLog) -> dict[str, Any]:
         "server.scheduling_policy": _policy(log),
         "server.scheduler_class": log.scheduler_class,
         "server.max_num_seqs": _integer(log.arguments.get("max_num_seqs")),
+        "server.max_num_batched_tokens": _integer(log.arguments.get("max_num_batched_tokens")),
+        "server.model_revision": _text(config.get("revision")),
         "server.cores": [list(ids) for ids in log.cores.values()] or None,
         "server.reserved_cores": list(log.reserved_cores) if log.reserved_cores is not None else None,
     }

@@ -1,15 +1,17 @@
 """Requested against reported: one table of which fact must confirm which setting.
 
-Every source that knows a fact is compared, so that two sources which disagree cannot both pass. A fact that no source
-gives makes the run ``evidence_missing`` where the rule requires it. Names a server prints for itself (its log repeats
-the command line) are never enough where it can be asked otherwise.
+Every source that knows a fact is compared, with the request and with each other, so that two sources which disagree
+cannot both pass, even about a setting that the cell leaves to the engine. A fact that no source gives, or fewer than a
+rule needs, makes the run ``evidence_missing`` where the rule requires it, and always where the setting is swept. Names a
+server prints for itself (its log repeats the command line) are never enough where it can be asked otherwise.
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from conf.schema import Config, HardwareKind
+from conf.schema import Config, HardwareKind, ModelSource
 from workers import engine_process
 from workers.capacity import bytes_per_token
 from workers.engines import num_devices
@@ -36,7 +38,9 @@ class Rule:
     Attributes:
         requested: what a cell asks for; None: nothing, and the rule does not apply.
         agrees: whether a reported value is what was asked for.
-        required: whether a cell needs to know the fact at all.
+        required: whether a cell needs to know the fact at all; a swept setting always does.
+        alike: whether two sources say the same.
+        sources: how many independent sources must agree.
         compares: the comparison in words, for people.
     """
 
@@ -45,7 +49,19 @@ class Rule:
     requested: Callable[[Config], Any]
     agrees: Callable[[Config, Any], bool]
     required: Callable[[Config], bool]
+    alike: Callable[[Any, Any], bool]
+    sources: Callable[[Config], int]
     compares: str = "equal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """A setting that was asked for and the independent sources that agree with it."""
+
+    setting: str
+    fact: str
+    requested: Any
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +84,8 @@ def _rule(
     *,
     agrees: Callable[[Config, Any], bool] | None = None,
     required: Callable[[Config], bool] = lambda _config: True,
+    alike: Callable[[Any, Any], bool] = lambda one, other: bool(one == other),
+    sources: Callable[[Config], int] = lambda _config: 1,
     compares: str = "equal",
 ) -> Rule:
     return Rule(
@@ -76,6 +94,8 @@ def _rule(
         requested=requested,
         agrees=agrees or _equal(requested),
         required=required,
+        alike=alike,
+        sources=sources,
         compares=compares,
     )
 
@@ -94,6 +114,46 @@ def _budgeted_in_bytes(config: Config) -> bool:
 
 def _on_v1(config: Config) -> bool:
     return config.engine.family == "v1"
+
+
+def _two(_config: Config) -> int:
+    return 2
+
+
+def _two_of_release(config: Config) -> int:
+    """The log of a patched build may print a bare number, which says nothing of its commit."""
+    return 2 if config.engine.commit is None else 1
+
+
+def _two_on_cuda(config: Config) -> int:
+    """CPU builds have one backend and do not always log it; families without the plugin have their log alone."""
+    return 2 if _on_cuda(config) and family(config.engine).flag("plugin", engine=config.engine) else 1
+
+
+def _same_build(one: str, other: str) -> bool:
+    commits = commit_of(one), commit_of(other)
+    if commits[0] is not None and commits[1] is not None:
+        return same_commit(commits[0], commits[1])
+    return same_release(one, other) or same_release(other, one)
+
+
+def _alike_dtypes(one: str, other: str) -> bool:
+    """``auto`` beside a plain dtype is the model's; whether it is the one asked for is for the rule to say."""
+    plain = _PLAIN_DTYPES | {"auto"}
+    pair = {one, other}
+    return one == other or pair <= _FP8_NAMES or ("auto" in pair and pair <= plain)
+
+
+def _shared_name(one: str, other: str) -> bool:
+    """A log names one backend, a process those of all its layers."""
+    return bool(set(one.split(", ")) & set(other.split(", ")))
+
+
+def _served_root(config: Config) -> str | None:
+    """What ``GET /v1/models`` must give as root; the V0 engine's first releases gave the served name there."""
+    if config.engine.family == "v0":
+        return None
+    return {ModelSource.path: config.model.path, ModelSource.hub: config.model.id}.get(config.model.source)
 
 
 def _version_agrees(config: Config, reported: str) -> bool:
@@ -125,15 +185,40 @@ RULES: tuple[Rule, ...] = (
         "server.version",
         lambda config: config.engine.commit or config.engine.version,
         agrees=_version_agrees,
+        alike=_same_build,
+        sources=_two_of_release,
         compares="same release (build suffixes allowed); with engine.commit: same commit, numbers ignored",
     ),
     _rule("model.name", "server.model", lambda config: config.model.name),
+    _rule(
+        "engine.python",
+        "environment.python",
+        lambda config: config.engine.python,
+        agrees=lambda config, reported: f"{reported}.".startswith(f"{config.engine.python}."),
+        required=_never,
+        compares="same minor version",
+    ),
     _rule("model.dtype", "server.dtype", lambda config: config.model.dtype, required=_never),
+    _rule(
+        "model.path",
+        "server.model_root",
+        lambda config: _served_root(config) if config.model.source is ModelSource.path else None,
+        required=_never,
+    ),
+    _rule(
+        "model.id",
+        "server.model_root",
+        lambda config: _served_root(config) if config.model.source is ModelSource.hub else None,
+        required=_never,
+    ),
+    _rule("model.revision", "server.model_revision", lambda config: config.model.revision, required=_never),
     _rule(
         "kv.dtype",
         "server.kv_cache_dtype",
         lambda config: config.kv.dtype,
         agrees=_kv_dtype_agrees,
+        alike=_alike_dtypes,
+        sources=_two,
         compares="equal; fp8 = fp8_e4m3; auto counts as the model's dtype",
     ),
     _rule(
@@ -161,13 +246,23 @@ RULES: tuple[Rule, ...] = (
         required=_never,
     ),
     _rule(
+        "engine.max_num_batched_tokens",
+        "server.max_num_batched_tokens",
+        lambda config: config.engine.max_num_batched_tokens,
+        required=_never,
+    ),
+    _rule(
         "engine.enforce_eager",
         "server.enforce_eager",
         lambda config: config.engine.enforce_eager,
         required=_never,
     ),
     _rule(
-        "engine.attention_backend", "server.attention_backend", lambda config: config.engine.attention_backend
+        "engine.attention_backend",
+        "server.attention_backend",
+        lambda config: config.engine.attention_backend,
+        alike=_shared_name,
+        sources=_two_on_cuda,
     ),
     _rule(
         "engine.tensor_parallel_size",
@@ -205,9 +300,15 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def findings(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Finding]:
-    """Every rule that a run does not meet."""
-    found = [finding for rule in RULES for finding in _apply(rule, config, evidence)]
+def findings(
+    config: Config,
+    evidence: Evidence,
+    *,
+    model_config: Mapping[str, Any],
+    swept: Collection[str] = (),
+) -> list[Finding]:
+    """Every rule that a run does not meet; ``swept`` names the settings that are axes, which must be confirmed."""
+    found = [finding for rule in RULES for finding in _apply(rule, config, evidence, swept=swept)]
     return [
         *found,
         *_devices(config, evidence),
@@ -217,26 +318,71 @@ def findings(config: Config, evidence: Evidence, *, model_config: Mapping[str, A
     ]
 
 
-def _apply(rule: Rule, config: Config, evidence: Evidence) -> list[Finding]:
-    asked = rule.requested(config)
-    if asked is None:
-        return []
-    known = evidence.known(rule.fact)
-    if not known:
-        return [_missing(rule.setting, rule.fact)] if rule.required(config) else []
+def confirmations(config: Config, evidence: Evidence) -> list[Confirmation]:
+    """For every setting that was asked for: which independent sources say that it is so."""
     return [
-        Finding(setting=rule.setting, detail=_differs(rule, config, asked, fact))
-        for fact in known
-        if not rule.agrees(config, fact.value) and not _is_release_beside_commit(rule, config, fact)
+        Confirmation(
+            setting=rule.setting,
+            fact=rule.fact,
+            requested=rule.requested(config),
+            sources=_agreeing(rule, config, evidence.known(rule.fact)),
+        )
+        for rule in RULES
+        if rule.requested(config) is not None
     ]
 
 
+def _agreeing(rule: Rule, config: Config, known: Sequence[Fact]) -> tuple[str, ...]:
+    """Independent sources, without repeats: all processes of the engine are one."""
+    kinds = (_kind(fact.source) for fact in known if rule.agrees(config, fact.value))
+    return tuple(dict.fromkeys(kinds))
+
+
+def _kind(source: str) -> str:
+    return engine_process.SOURCE if source.startswith(engine_process.SOURCE) else source
+
+
+def _apply(rule: Rule, config: Config, evidence: Evidence, *, swept: Collection[str]) -> list[Finding]:
+    asked, known = rule.requested(config), evidence.known(rule.fact)
+    known = [fact for fact in known if not _is_release_beside_commit(rule, config, fact)]
+    if asked is None:
+        return _contradiction(rule, known)
+    required = rule.required(config) or rule.setting in swept
+    if not known:
+        return [_missing(rule.setting, rule.fact)] if required else []
+    wrong = [
+        Finding(setting=rule.setting, detail=_differs(rule, config, asked, fact))
+        for fact in known
+        if not rule.agrees(config, fact.value)
+    ]
+    return wrong or _contradiction(rule, known) or _too_few(rule, config, known)
+
+
+def _contradiction(rule: Rule, known: Sequence[Fact]) -> list[Finding]:
+    """Two sources of one fact that exclude each other, whatever was asked for."""
+    pairs = itertools.combinations(known, 2)
+    one_of = next(((one, other) for one, other in pairs if not rule.alike(one.value, other.value)), None)
+    if one_of is None:
+        return []
+    said = " and ".join(f"{fact.value} ({fact.source})" for fact in one_of)
+    return [Finding(setting=rule.setting, detail=f"{rule.setting}: the sources disagree: {said}")]
+
+
+def _too_few(rule: Rule, config: Config, known: Sequence[Fact]) -> list[Finding]:
+    agreeing, needed = _agreeing(rule, config, known), rule.sources(config)
+    if len(agreeing) >= needed:
+        return []
+    detail = f"{rule.setting}: {rule.fact} is confirmed by {', '.join(agreeing)} alone, {needed} sources are needed"
+    return [Finding(setting=rule.setting, detail=detail, missing=True)]
+
+
 def _is_release_beside_commit(rule: Rule, config: Config, fact: Fact) -> bool:
-    """The log of a patched build may print a bare number; the commit must come from the server's own answer."""
+    """A patched build may print a bare number in its log; the commit must come from the server's own answer."""
     return (
         rule.fact == "server.version"
         and config.engine.commit is not None
         and not fact.source.startswith("GET ")
+        and commit_of(fact.value) is None
     )
 
 

@@ -81,6 +81,8 @@ def core_report(self: Any) -> dict[str, Any]:
         "queue_class": _name(type(scheduler.waiting)),
         "policy": None if policy is None else str(getattr(policy, "value", policy)),
         "num_blocks": scheduler.kv_cache_config.num_blocks,
+        "max_num_seqs": getattr(scheduler, "max_num_running_reqs", None),
+        "max_num_batched_tokens": getattr(scheduler, "max_num_scheduled_tokens", None),
     }
 
 

@@ -707,7 +707,8 @@ def bind_all(args, script):
 def announce(args, script, cache):
     log("APIServer", f"vLLM API server version {script.version}", where="api_utils.py:347")
     log("APIServer", f"non-default args: {vars(args)}", where="api_utils.py:286")
-    log("EngineCore", f"Initializing a V1 LLM engine (v{script.version}) with config: model='{args.model}'")
+    resolved = f"model='{args.model}', kv_cache_dtype={args.kv_cache_dtype}"
+    log("EngineCore", f"Initializing a V1 LLM engine (v{script.version}) with config: {resolved}")
     backend = (
         f"Using AttentionBackendEnum.{args.attention_backend} backend." if args.attention_backend else None
     )

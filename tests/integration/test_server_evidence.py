@@ -107,7 +107,7 @@ def test_labels_alone_do_not_make_a_dtype(tmp_path):
     ("version", "expected"),
     [
         ("0.1.dev7557+g977180c", []),
-        ("0.1.dev7557+gdeadbee", ["engine.version"]),
+        ("0.1.dev7557+gdeadbee", ["engine.version", "engine.version"]),
         ("0.9.2", ["engine.version"]),
     ],
 )

@@ -113,3 +113,4 @@ def test_the_core_names_its_live_scheduler():
     assert found["policy"] == "fcfs"
     assert found["queue_class"].endswith("Queue")
     assert found["num_blocks"] == 91
+    assert (found["max_num_seqs"], found["max_num_batched_tokens"]) == (None, None)

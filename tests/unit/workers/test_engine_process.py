@@ -118,10 +118,13 @@ def test_a_process_without_a_mark_is_named(tmp_path):
 def test_what_a_worker_could_not_tell_is_missing_with_its_reason():
     config = Config(engine=Engine(name="e", version="0.32.0"), model=Model(name="m"))
     found = evidence(workers=[{"pid": 3, "error": "AttributeError: kv_cache_config"}])
-    [one] = findings(config, found, model_config=SMOLLM2)
-    assert one.missing
-    assert "engine.kv_tensor_dtype" in one.detail
-    assert "AttributeError: kv_cache_config" in one.detail
+    alone, untold = findings(config, found, model_config=SMOLLM2)
+    assert untold.missing
+    assert "engine.kv_tensor_dtype" in untold.detail
+    assert "AttributeError: kv_cache_config" in untold.detail
+    # Without the worker's word one source is left for the dtype.
+    assert alone.missing
+    assert alone.detail.startswith("kv.dtype: ")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from conf.schema import Config, Engine, Hardware, HardwareKind, Kv, Model, Scheduler
 from workers.evidence import Evidence, Fact
-from workers.rules import RULES, findings
+from workers.rules import RULES, confirmations, findings
 
 SMOLLM2 = {
     "num_hidden_layers": 30,
@@ -35,15 +35,21 @@ def cell(*, engine=None, kv=None, model=None, **groups) -> Config:
     )
 
 
-def reported(**changes) -> Evidence:
-    """An honest server with changes; ``__`` stands for the dot of a name, None for a fact that is not known."""
+TWICE = ("server.version", "server.kv_cache_dtype")  # facts that need two sources
+
+
+def reported(*, log=None, **changes) -> Evidence:
+    """An honest server with changes; ``__`` stands for the dot of a name, None for a fact that is not known.
+
+    Its log repeats what needs two sources, or says what ``log`` gives it to say.
+    """
     values = HONEST | {name.replace("__", "."): value for name, value in changes.items()}
+    logged = {name: values[name] for name in TWICE} if log is None else log
     return Evidence(
         facts=tuple(
-            Fact(
-                name=name, value=value, source="GET x" if name == "server.version" else "metrics", time_s=0.0
-            )
-            for name, value in values.items()
+            Fact(name=name, value=value, source=source, time_s=0.0)
+            for source, named in (("GET x", values), ("server log", logged))
+            for name, value in named.items()
         )
     )
 
@@ -53,7 +59,8 @@ def found(config, evidence, *, model_config=SMOLLM2):
 
 
 def named(config, evidence) -> list[str]:
-    return [("missing " if finding.missing else "") + finding.setting for finding in found(config, evidence)]
+    every = [("missing " if finding.missing else "") + finding.setting for finding in found(config, evidence)]
+    return list(dict.fromkeys(every))
 
 
 def test_an_honest_server_meets_every_rule():
@@ -105,9 +112,88 @@ def test_no_capacity_at_all_is_missing():
 
 def test_two_sources_that_disagree_cannot_both_pass():
     """/version repeats what was asked for, the log names another release."""
-    second = Fact(name="server.version", value="0.31.0", source="server log", time_s=0.0)
-    (finding,) = found(cell(), Evidence(facts=(*reported().facts, second)))
+    log = {"server.version": "0.31.0", "server.kv_cache_dtype": "bfloat16"}
+    (finding,) = found(cell(), reported(log=log))
     assert finding.detail == "engine.version: asked for 0.32.0, the server says 0.31.0 (server log)"
+
+
+@pytest.mark.parametrize("fact", TWICE)
+def test_version_and_dtype_need_two_sources(fact):
+    """One source that says what was asked for is not enough; which one it was is told."""
+    (finding,) = found(cell(), reported(log={name: HONEST[name] for name in TWICE if name != fact}))
+    assert finding.missing
+    assert finding.detail.endswith(f"{fact} is confirmed by GET x alone, 2 sources are needed")
+
+
+def process(rank, **facts):
+    source = f"engine process worker {rank} (pid {100 + rank})"
+    return tuple(Fact(name=name, value=value, source=source, time_s=0.0) for name, value in facts.items())
+
+
+def test_processes_of_one_engine_are_one_source():
+    """Two workers that say the same are not independent of each other."""
+    evidence = reported(log={"server.kv_cache_dtype": "bfloat16"})
+    workers = [fact for rank in (0, 1) for fact in process(rank, **{"server.version": "0.32.0"})]
+    told = {
+        confirmation.setting: confirmation.sources
+        for confirmation in confirmations(cell(), Evidence(facts=(*evidence.facts, *workers)))
+    }
+    assert told["engine.version"] == ("GET x", "engine process")
+    assert told["model.name"] == ("GET x",)
+    assert told["model.dtype"] == ()
+    assert "engine.attention_backend" not in told
+
+
+def test_two_ranks_that_differ_cannot_both_pass():
+    workers = [fact for rank in (0, 1) for fact in process(rank, **{"server.block_size": 32 + 32 * rank})]
+    evidence = reported()
+    assert named(cell(), Evidence(facts=(*evidence.facts, *workers))) == ["kv.block_size"]
+
+
+@pytest.mark.parametrize(
+    ("log", "process_says", "expected"),
+    [
+        ("FLASH_ATTN", "TRITON_ATTN", ["engine.attention_backend"]),
+        ("FLASH_ATTN", "FLASH_ATTN", []),
+        ("FLASH_ATTN", "FLASH_ATTN, TRITON_ATTN", []),  # layers of two kinds; a log names the first
+        (None, "CPU_ATTN", []),
+    ],
+)
+def test_sources_that_disagree_are_a_mismatch_even_if_nothing_was_asked_for(log, process_says, expected):
+    evidence = reported(server__attention_backend=log)
+    told = process(0, **{"server.attention_backend": process_says})
+    assert named(cell(), Evidence(facts=(*evidence.facts, *told))) == expected
+
+
+def test_a_disagreement_names_both_sources():
+    evidence = reported(server__attention_backend="FLASH_ATTN")
+    told = process(0, **{"server.attention_backend": "TRITON_ATTN"})
+    (finding,) = found(cell(), Evidence(facts=(*evidence.facts, *told)))
+    assert finding.detail == (
+        "engine.attention_backend: the sources disagree: FLASH_ATTN (GET x) and "
+        "TRITON_ATTN (engine process worker 0 (pid 100))"
+    )
+    assert not finding.missing
+
+
+def test_auto_beside_the_models_dtype_is_no_disagreement():
+    """0.32 logs and exports ``auto``, its tensors are bfloat16; fp8 beside auto excludes it."""
+    config = cell(kv={"dtype": "auto"})
+    told = process(0, **{"server.kv_cache_dtype": "bfloat16"})
+    evidence = reported(server__kv_cache_dtype="auto")
+    assert "kv.dtype" in named(
+        config, Evidence(facts=(*evidence.facts, *process(0, **{"server.kv_cache_dtype": "fp8"})))
+    )
+    assert named(cell(), Evidence(facts=(*evidence.facts, *told))) == []
+
+
+def test_a_swept_setting_must_be_confirmed():
+    """What may stay unknown where all cells share it must be known where cells differ by it."""
+    one = {"model_config": SMOLLM2}
+    assert findings(cell(), reported(), **one) == []
+    (finding,) = findings(cell(), reported(), **one, swept={"engine.enforce_eager", "load.rate_per_s"})
+    assert finding.missing
+    assert finding.setting == "engine.enforce_eager"
 
 
 PATCHED = {"name": "patched-a", "version": "0.1.dev7557", "commit": "977180c"}
@@ -121,7 +207,7 @@ def test_a_patched_build_is_known_by_its_commit():
 
 
 def test_another_commit_is_refused_with_both_hashes():
-    (finding,) = found(cell(engine=PATCHED), reported(server__version="0.1.dev7557+gdeadbee"))
+    finding, _ = found(cell(engine=PATCHED), reported(server__version="0.1.dev7557+gdeadbee"))
     assert "977180c" in finding.detail
     assert "deadbee" in finding.detail
 

@@ -63,9 +63,12 @@ def window(*, requests=2, ttft_s=0.1, **changes) -> ServerWindow:
 
 def verdict(config=None, *, evidence=None, metrics=None, client=None, records=None, **options) -> Verdict:
     records = [row(0), row(1)] if records is None else records
+    values = HONEST | (evidence or {})
+    twice = {name: values[name] for name in ("server.version", "server.kv_cache_dtype")}
     facts = tuple(
-        Fact(name=name, value=value, source="GET x", time_s=0.0)
-        for name, value in (HONEST | (evidence or {})).items()
+        Fact(name=name, value=value, source=source, time_s=0.0)
+        for source, named in (("GET x", values), ("server log", twice))
+        for name, value in named.items()
     )
     return judge(
         config or cell(),
@@ -113,7 +116,8 @@ def test_all_reasons_are_kept():
         output_problem="garbage",
     )
     assert names(found) == [
-        "evidence_mismatch", "evidence_missing", "send_lag", "client_saturated", "client_saturated", "output_corrupt",
+        "evidence_mismatch", "evidence_mismatch", "evidence_missing", "send_lag", "client_saturated",
+        "client_saturated", "output_corrupt",
     ]  # fmt: skip
 
 
