@@ -21,6 +21,7 @@ from conf.validate import check_ranges, check_sweep_name, check_together, check_
 from orchestrator.identity import Memo, cell_key
 from workers.families import family
 from workers.overlay import plugin_sha256
+from workers.settings import check_axis, check_environment, check_options
 
 # Composes the configuration from override lines, e.g. ["+sweep=smoke", "engine=vllm_0_31"].
 Compose = Callable[[list[str]], DictConfig]
@@ -80,7 +81,7 @@ def expand(
 
     Raises:
         ValueError: an unknown key, a value of the wrong type or out of range, keys that contradict each other,
-            two cells that are one measurement.
+            two cells that are one measurement, an axis that nothing can confirm.
     """
     command = command or CommandLine()
     cfg = under_schema(cfg)
@@ -95,6 +96,8 @@ def expand(
         raise ValueError("sweep.exclude leaves no cell")
     for point, config in kept:
         check_together(config, where=_where(point))
+        check_environment(config)
+    check_options([config for _, config in kept], groups=kept[0][0].keys() & command.groups)
     memo: Memo = {}
     cells = [
         _cell(point, config, key=cell_key(config, plugin_sha256=_plugin_sha256(config), memo=memo))
@@ -225,7 +228,9 @@ def _axis_key(axis: str, *, where: str) -> Key:
     reason = _NO_AXIS.get(axis.partition(".")[0])
     if reason is not None:
         raise ValueError(f"{axis} cannot be an axis: {reason}")
-    return find(axis, where=where)
+    key = find(axis, where=where)
+    check_axis(axis)
+    return key
 
 
 def _check_axes(factors: Sequence[Factor], groups: Collection[str]) -> None:

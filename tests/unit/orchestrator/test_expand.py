@@ -244,3 +244,23 @@ def test_the_first_cells_sections_are_shared_not_copied():
     first, second = cells_of("kv.dtype=fp8,auto")
     assert first.config.load is second.config.load
     assert first.config.kv is not second.config.kv
+
+
+@pytest.mark.parametrize(
+    ("override", "axis"),
+    [
+        ("+sweep.grid.engine.env.OMP_NUM_THREADS=['1','2']", "engine.env.OMP_NUM_THREADS"),
+        ("+sweep.grid.hardware.engine_slots=[1,2]", "hardware.engine_slots"),
+        ("sweep.zip=[{sparsity:{scale_factor:[1,2]},load:{rate_per_s:[1,2]}}]", "sparsity.scale_factor"),
+    ],
+)
+def test_an_axis_that_nothing_confirms_is_refused(override, axis):
+    """No rule, no axis: the message names the axis and the remedy."""
+    with pytest.raises(ValueError, match=f"{axis} cannot be an axis: no rule says .* workers/rules.py"):
+        cells_of(override)
+
+
+def test_a_variable_that_doubles_a_setting_is_refused():
+    """Newer engines do not read it, and the cell would be labelled by it (C1)."""
+    with pytest.raises(ValueError, match=r"VLLM_ATTENTION_BACKEND cannot be set: engine\.attention_backend"):
+        cells_of("+engine.env.VLLM_ATTENTION_BACKEND=TRITON_ATTN")
