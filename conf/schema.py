@@ -210,6 +210,10 @@ class Limits:
     prefix_hit_share: float = bounded(0.01, ge=0, le=1)
     client_server_ttft_ms: float = bounded(50.0, gt=0)
     client_server_ttft_share: float = bounded(0.05, gt=0)
+    # Little's law: mean requests in the system, client against server; off by more than both is a disagreement.
+    in_system_requests: float = bounded(1.0, gt=0)
+    in_system_share: float = bounded(0.1, gt=0)
+    in_system_scrapes: int = bounded(10, ge=1)  # with fewer inside the window the law is not asked
     # Likelihood that probe answers may lose against the reference, per token. On a 135M model: fp8 0.01, 4-bit 0.1 to
     # 0.2, 3-bit 0.5, garbage 2 to 4. inf: the output is not judged.
     output_nats: float = bounded(1.0, gt=0)

@@ -207,7 +207,9 @@ class Driver:
     def _submit(self, cluster: "Cluster", job: Job) -> None:
         self._running[job.launch.key] = job
         job.current, job.moved = None, False
-        specs = tuple(CellSpec(key=cell.key, config=cell.config) for cell in job.cells)
+        specs = tuple(
+            CellSpec(key=cell.key, config=cell.config, swept=frozenset(cell.axes)) for cell in job.cells
+        )
         cluster.submit(
             LaunchSpec(key=job.launch.key, cells=specs, base_env=dict(os.environ), attempt=job.attempt),
         )

@@ -13,10 +13,11 @@ from conf.schema import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellSpec:
-    """One cell as a slot sees it."""
+    """One cell as a slot sees it. ``swept``: dotted names of the settings that are axes of its sweep."""
 
     key: str
     config: Config
+    swept: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

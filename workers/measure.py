@@ -24,10 +24,19 @@ from workers.model import PreparedModel
 from workers.overlay import Plugin
 from workers.probes import Judgement, Probed, judge_answers
 from workers.prometheus import ServerWindow, gauges
-from workers.scrape import Row, Scraper, Snapshot, server_metrics, server_window, write_timeseries
+from workers.rules import confirmed_by
+from workers.scrape import (
+    Row,
+    Scraper,
+    Snapshot,
+    in_system,
+    server_metrics,
+    server_window,
+    write_timeseries,
+)
 from workers.server import Server
 from workers.telemetry import Devices, HostSampler
-from workers.verdict import Verdict, judge
+from workers.verdict import InSystem, Verdict, judge
 
 DRAIN_POLL_S = 0.1
 
@@ -230,6 +239,8 @@ def conclude(measurement: Measurement, observed: Observed, evidence: Evidence) -
         window=window,
         client=observed.load.client,
         records=records,
+        in_system=[InSystem(t_ns=t_ns, requests=count) for t_ns, count in in_system(observed.rows)],
+        swept=measurement.cell.swept,
         output_problem=output.problem,
         output_unknown=output.unknown,
     )
@@ -239,6 +250,7 @@ def conclude(measurement: Measurement, observed: Observed, evidence: Evidence) -
         "warnings": list(summary.warnings),
         "verdict": verdict.to_dict(),
         "server": evidence.values(),
+        "confirmed_by": confirmed_by(config, evidence),
         "client": asdict(observed.load.client),
         "start_attempts": [asdict(attempt) for attempt in measurement.server.attempts],
         "model_sha256": measurement.model.sha256,

@@ -332,6 +332,15 @@ def confirmations(config: Config, evidence: Evidence) -> list[Confirmation]:
     ]
 
 
+def confirmed_by(config: Config, evidence: Evidence) -> dict[str, list[str]]:
+    """Setting → the independent sources that confirm it, over all of its rules; none: an empty list."""
+    sources: dict[str, list[str]] = {}
+    for one in confirmations(config, evidence):
+        known = sources.setdefault(one.setting, [])
+        known += [source for source in one.sources if source not in known]
+    return sources
+
+
 def _agreeing(rule: Rule, config: Config, known: Sequence[Fact]) -> tuple[str, ...]:
     """Independent sources, without repeats: all processes of the engine are one."""
     kinds = (_kind(fact.source) for fact in known if rule.agrees(config, fact.value))

@@ -207,6 +207,16 @@ def server_metrics(
     }
 
 
+def in_system(rows: Sequence[Row]) -> list[tuple[int, float]]:
+    """Time of each scrape and the requests the server had then, running and waiting; scrapes without both are left out."""
+    waiting = {row.t_ns: row.value for row in rows if row.source == "server" and row.name == "waiting"}
+    return [
+        (row.t_ns, row.value + waiting[row.t_ns])
+        for row in rows
+        if row.source == "server" and row.name == "running" and row.t_ns in waiting
+    ]
+
+
 def write_timeseries(path: Path, rows: Sequence[Row]) -> None:
     """Write rows to a Parquet file in long format (zstd)."""
     columns: Mapping[str, list[object]] = {

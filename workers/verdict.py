@@ -4,7 +4,8 @@ An invalid run keeps its numbers and is left out of comparisons. An unknown is n
 reason needs and cannot read is ``evidence_missing``.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -31,6 +32,14 @@ class ClientStats(Protocol):
     @property
     def loop_delay_ms(self) -> Mapping[str, float]:
         """How late a timer was served: ``p99`` and others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InSystem:
+    """How many requests the server had, running and waiting, at one scrape."""
+
+    t_ns: int
+    requests: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +75,8 @@ def judge(
     window: ServerWindow,
     client: ClientStats,
     records: Sequence[Record],
+    in_system: Sequence[InSystem] = (),
+    swept: Collection[str] = (),
     output_problem: str | None = None,
     output_unknown: str | None = None,
 ) -> Verdict:
@@ -79,12 +90,14 @@ def judge(
         window: deltas of the server's metrics over the measured window.
         client: the load generator's own state.
         records: the run's rows; those of the warm-up are ignored.
+        in_system: the server's requests at the scrapes, on the clock of the records.
+        swept: settings that are axes of the sweep, which must be confirmed.
         output_problem: what was wrong with the answers to fixed probes, if they were asked.
         output_unknown: why nobody can say whether those answers are right.
     """
     measured = [record for record in records if record.phase == "measured"]
     reasons = [
-        *_evidence(config, evidence, model_config=model_config),
+        *_evidence(config, evidence, model_config=model_config, swept=swept),
         *_window(window),
         *_client(config, metrics=metrics, client=client),
         *_failed(config, measured),
@@ -94,14 +107,17 @@ def judge(
         *_prefix_cache(config, window),
         *_sparsity(config, metrics),
         *_agreement(config, window, measured),
+        *_littles_law(config, in_system, measured),
     ]
     return Verdict(reasons=tuple(reasons))
 
 
-def _evidence(config: Config, evidence: Evidence, *, model_config: Mapping[str, Any]) -> list[Reason]:
+def _evidence(
+    config: Config, evidence: Evidence, *, model_config: Mapping[str, Any], swept: Collection[str]
+) -> list[Reason]:
     return [
         Reason(name="evidence_missing" if finding.missing else "evidence_mismatch", detail=finding.detail)
-        for finding in findings(config, evidence, model_config=model_config)
+        for finding in findings(config, evidence, model_config=model_config, swept=swept)
     ]
 
 
@@ -262,13 +278,32 @@ def _agreement(config: Config, window: ServerWindow, records: Sequence[Record]) 
             )
         ]
     reasons = []
-    if completed != len(answered) and all(not record.failed for record in records):
-        detail = f"the client completed {len(answered)} requests, the server {completed:g}"
-        reasons.append(Reason(name="client_server_disagree", detail=detail))
+    if len(answered) == len(records):
+        reasons = [
+            Reason(
+                name="client_server_disagree",
+                detail=f"{what}: the client counted {ours}, the server {theirs:g}",
+            )
+            for what, ours, theirs in _counts(window, answered, completed=completed)
+            if ours != theirs
+        ]
     return [*reasons, *_ttft_agreement(config, answered, ttft=ttft)]
 
 
+def _counts(
+    window: ServerWindow, answered: Sequence[Record], *, completed: float
+) -> list[tuple[str, int, float]]:
+    """What both sides count alike: requests, and output tokens where the server's usage gave ours."""
+    counts = [("completed requests", len(answered), completed)]
+    generated = window.counters.get("generation_tokens")
+    if generated is not None and all(record.num_output_tokens_source == "server" for record in answered):
+        tokens = sum(record.num_output_tokens or 0 for record in answered)
+        counts.append(("output tokens", tokens, generated))
+    return counts
+
+
 def _ttft_agreement(config: Config, answered: Sequence[Record], *, ttft: HistogramDelta) -> list[Reason]:
+    """The client's mean TTFT from send against the server's own, which starts a little later."""
     seen_ms = [
         (record.first_token_ns - record.sent_ns) / 1e6
         for record in answered
@@ -282,4 +317,42 @@ def _ttft_agreement(config: Config, answered: Sequence[Record], *, ttft: Histogr
     if abs(client_ms - server_ms) <= allowed_ms:
         return []
     detail = f"mean TTFT from send: client {client_ms:.1f} ms, server {server_ms:.1f} ms (allowed: {allowed_ms:.1f} ms)"
+    return [Reason(name="client_server_disagree", detail=detail)]
+
+
+def _littles_law(config: Config, in_system: Sequence[InSystem], records: Sequence[Record]) -> list[Reason]:
+    """Requests in the system, by the client's stamps and by the server's gauges, are the same number.
+
+    Little: the mean number in the system is the arrival rate times the mean time in it, that is the mean over time of
+    ``#{sent <= t < done}``. Both sides take that mean over the same instants, those of the scrapes, so that late or
+    unevenly spaced scrapes cannot make them differ. Too few scrapes say nothing and are ignored, unless the window
+    was long enough for twice as many.
+    """
+    limits = config.load.limits
+    spans = [
+        (record.sent_ns, record.done_ns)
+        for record in records
+        if record.sent_ns is not None and record.done_ns is not None
+    ]
+    if not spans:
+        return []
+    sent, done = sorted(span[0] for span in spans), sorted(span[1] for span in spans)
+    first_ns, last_ns = sent[0], done[-1]
+    inside = [scrape for scrape in in_system if first_ns <= scrape.t_ns < last_ns]
+    if len(inside) < limits.in_system_scrapes:
+        expected = (last_ns - first_ns) / 1e9 / config.load.scrape_interval_s
+        if expected < 2 * limits.in_system_scrapes:
+            return []
+        detail = f"requests in the system: {len(inside)} scrapes in the window, about {expected:.0f} were due"
+        return [Reason(name="evidence_missing", detail=detail)]
+    seen = (bisect_right(sent, scrape.t_ns) - bisect_right(done, scrape.t_ns) for scrape in inside)
+    client = sum(seen) / len(inside)
+    server = sum(scrape.requests for scrape in inside) / len(inside)
+    allowed = max(limits.in_system_requests, limits.in_system_share * client)
+    if abs(client - server) <= allowed:
+        return []
+    detail = (
+        f"Little's law, mean requests in the system over {len(inside)} scrapes: "
+        f"client {client:.2f}, server {server:.2f} (allowed: {allowed:.2f})"
+    )
     return [Reason(name="client_server_disagree", detail=detail)]

@@ -4,7 +4,7 @@ import pytest
 
 from conf.schema import Config, Engine, Hardware, HardwareKind, Kv, Model, Scheduler
 from workers.evidence import Evidence, Fact
-from workers.rules import RULES, confirmations, findings
+from workers.rules import RULES, confirmations, confirmed_by, findings
 
 SMOLLM2 = {
     "num_hidden_layers": 30,
@@ -318,3 +318,12 @@ def test_older_engines_are_not_asked_for_what_they_do_not_export():
 
 def test_every_rule_is_there_once():
     assert len({(rule.setting, rule.fact) for rule in RULES}) == len(RULES)
+
+
+def test_sources_are_told_for_every_setting_that_was_asked_for():
+    """Two rules of one setting are one entry; a setting that nobody confirms stays, empty."""
+    told = process(0, **{"server.kv_cache_dtype": "bfloat16", "engine.kv_tensor_dtype": "bfloat16"})
+    sources = confirmed_by(cell(), Evidence(facts=(*reported().facts, *told)))
+    assert sources["kv.dtype"] == ["GET x", "server log", "engine process"]
+    assert sources["model.dtype"] == []
+    assert "engine.max_num_batched_tokens" not in sources

@@ -151,3 +151,14 @@ def test_timeseries_round_trip(tmp_path):
     rows = [Row(t_ns=-3, source="host", name="host_cpu_share", value=0.5)]
     scrape.write_timeseries(tmp_path / "t.parquet", rows)
     assert scrape.read_timeseries(tmp_path / "t.parquet") == rows
+
+
+def test_requests_in_the_system_are_running_and_waiting_at_one_scrape():
+    """A scrape that gave only one of the two says nothing."""
+    rows = [
+        Row(t_ns=1, source="server", name="running", value=2.0),
+        Row(t_ns=1, source="server", name="waiting", value=3.0),
+        Row(t_ns=2, source="server", name="running", value=9.0),
+        Row(t_ns=3, source="host", name="running", value=9.0),
+    ]
+    assert scrape.in_system(rows) == [(1, 5.0)]

@@ -8,7 +8,7 @@ from analysis.records import Record
 from conf.schema import Config, Engine, Kv, Load, Model, PromptSource, Sparsity, Workload
 from workers.evidence import Evidence, Fact
 from workers.prometheus import HistogramDelta, ServerWindow
-from workers.verdict import REASONS, Reason, Verdict, judge
+from workers.verdict import REASONS, InSystem, Reason, Verdict, judge
 
 HONEST = {
     "server.version": "0.32.0",
@@ -254,7 +254,110 @@ def test_a_share_is_allowed_where_it_is_larger():
 def test_counts_of_client_and_server():
     found = verdict(window=window(requests=3))
     assert names(found) == ["client_server_disagree"]
-    assert found.reasons[0].detail == "the client completed 2 requests, the server 3"
+    assert found.reasons[0].detail == "completed requests: the client counted 2, the server 3"
+
+
+@pytest.mark.parametrize(
+    ("generated", "source", "expected"),
+    [
+        (16.0, "server", []),
+        (17.0, "server", ["client_server_disagree"]),
+        (None, "server", []),  # a family that does not count them
+        (17.0, "client", []),  # chunks of several tokens: our count is no count of tokens
+    ],
+)
+def test_output_tokens_of_client_and_server(generated, source, expected):
+    """Two replies of 8 tokens are 16."""
+    rows = [row(i, num_output_tokens_source=source) for i in range(2)]
+    counters = window().counters | {"generation_tokens": generated}
+    found = verdict(records=rows, window=window(counters=counters))
+    assert names(found) == expected
+    if expected:
+        assert found.reasons[0].detail == "output tokens: the client counted 16, the server 17"
+
+
+S = 1_000 * MS
+
+
+def overlapping(**changes):
+    """Three requests of 4 s, sent at 0, 2 and 4 s: in the system 1, 2, 2, 1 for 2 s each, 1.5 on average over 8 s.
+
+    By Little: 3 requests in 8 s, each 4 s in the system, 3 / 8 x 4 = 1.5.
+    """
+    return [
+        row(i, sent_ns=2 * i * S, first_token_ns=2 * i * S + 100 * MS, last_token_ns=(2 * i + 4) * S - 1,
+            done_ns=(2 * i + 4) * S, **changes)
+        for i in range(3)
+    ]  # fmt: skip
+
+
+def scrapes(*counts, every_s=0.5):
+    """The server's requests at 0.25 s, 0.75 s, ..."""
+    return [InSystem(t_ns=int((0.25 + i * every_s) * S), requests=n) for i, n in enumerate(counts)]
+
+
+TRUE = (*[1] * 4, *[2] * 4, *[2] * 4, *[1] * 4)  # sixteen scrapes, mean 1.5
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        (TRUE, []),
+        ([n + 1 for n in TRUE], []),  # 2.5 against 1.5: one request off is allowed
+        ([n + 1.1 for n in TRUE], ["client_server_disagree"]),
+        ([0] * 16, ["client_server_disagree"]),  # a client that reads its replies late
+        ([9] * 9, []),  # nine scrapes are too few to say anything
+    ],
+)
+def test_littles_law(counts, expected):
+    """Client 1.5 requests in the system; the server's gauges must say about the same."""
+    found = verdict(records=overlapping(), in_system=scrapes(*counts))
+    assert names(found) == expected
+
+
+def test_littles_law_says_both_numbers():
+    found = verdict(records=overlapping(), in_system=scrapes(*[4] * 16))
+    assert found.reasons[0].detail == (
+        "Little's law, mean requests in the system over 16 scrapes: client 1.50, server 4.00 (allowed: 1.00)"
+    )
+
+
+def test_scrapes_outside_the_window_do_not_count():
+    """An idle server after the window is not a server that had fewer requests in it."""
+    assert verdict(records=overlapping(), in_system=scrapes(*TRUE, *[0] * 50)).valid
+
+
+def test_uneven_scrapes_compare_the_same_instants():
+    """Both sides are taken at the scrapes: only the two busy seconds were scraped, and 2 is 2."""
+    busy = [InSystem(t_ns=2 * S + i * 200 * MS, requests=2) for i in range(20)]
+    assert verdict(records=overlapping(), in_system=busy).valid
+    assert not verdict(
+        records=overlapping(), in_system=[InSystem(t_ns=one.t_ns, requests=0.5) for one in busy]
+    ).valid
+
+
+def test_a_share_of_many_requests_is_allowed():
+    """100 requests at once for 8 s: 109 are within 10 %, 111 are not."""
+    rows = [
+        row(i, sent_ns=0, first_token_ns=100 * MS, last_token_ns=8 * S - 1, done_ns=8 * S) for i in range(100)
+    ]
+    assert verdict(records=rows, in_system=scrapes(*[109] * 15)).valid
+    assert names(verdict(records=rows, in_system=scrapes(*[111] * 15))) == ["client_server_disagree"]
+
+
+def test_a_long_window_that_was_not_scraped_is_unknown():
+    """8 s at 0.25 s are 32 scrapes; that there were 3 is not a short window but missing evidence."""
+    load = Load(scrape_interval_s=0.25)
+    found = verdict(cell(load=load), records=overlapping(), in_system=scrapes(1, 1, 1))
+    assert names(found) == ["evidence_missing"]
+    assert found.reasons[0].detail == "requests in the system: 3 scrapes in the window, about 32 were due"
+
+
+def test_a_swept_setting_that_nobody_confirms_is_missing():
+    config = cell(engine=Engine(name="vllm_0_32", version="0.32.0", max_num_seqs=64))
+    assert verdict(config).valid
+    assert names(verdict(config, swept={"engine.max_num_seqs"})) == ["evidence_missing"]
+    assert verdict(config, evidence={"server.max_num_seqs": 64}, swept={"engine.max_num_seqs"}).valid
 
 
 def test_unknown_server_counts_are_missing():
