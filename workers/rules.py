@@ -309,13 +309,8 @@ def findings(
 ) -> list[Finding]:
     """Every rule that a run does not meet; ``swept`` names the settings that are axes, which must be confirmed."""
     found = [finding for rule in RULES for finding in _apply(rule, config, evidence, swept=swept)]
-    return [
-        *found,
-        *_devices(config, evidence),
-        *_capacity(config, evidence, model_config=model_config),
-        *_engine_processes(evidence),
-        *_held(config, evidence, model_config=model_config),
-    ]
+    checked = (check(config, evidence, model_config=model_config) for check in CHECKS)
+    return [*found, *(finding for findings_of_one in checked for finding in findings_of_one)]
 
 
 def confirmations(config: Config, evidence: Evidence) -> list[Confirmation]:
@@ -356,7 +351,7 @@ def _apply(rule: Rule, config: Config, evidence: Evidence, *, swept: Collection[
     known = [fact for fact in known if not _is_release_beside_commit(rule, config, fact)]
     if asked is None:
         return _contradiction(rule, known)
-    required = rule.required(config) or rule.setting in swept
+    required = rule.required(config) or (rule.setting in swept and not _known_otherwise(rule, evidence))
     if not known:
         return [_missing(rule.setting, rule.fact)] if required else []
     wrong = [
@@ -365,6 +360,11 @@ def _apply(rule: Rule, config: Config, evidence: Evidence, *, swept: Collection[
         if not rule.agrees(config, fact.value)
     ]
     return wrong or _contradiction(rule, known) or _too_few(rule, config, known)
+
+
+def _known_otherwise(rule: Rule, evidence: Evidence) -> bool:
+    """Another rule of the same setting has its fact: engines without the plugin tell less, but enough."""
+    return any(evidence.known(other.fact) for other in RULES if other.setting == rule.setting)
 
 
 def _contradiction(rule: Rule, known: Sequence[Fact]) -> list[Finding]:
@@ -407,7 +407,12 @@ def _missing(setting: str, fact: str) -> Finding:
     return Finding(setting=setting, detail=f"{setting}: {fact} could not be read", missing=True)
 
 
-def _devices(config: Config, evidence: Evidence) -> list[Finding]:
+def _devices(
+    config: Config,
+    evidence: Evidence,
+    *,
+    model_config: Mapping[str, Any],  # noqa: ARG001 - as all checks
+) -> list[Finding]:
     """On CUDA the process must see exactly the devices that its slot was assigned."""
     if not _on_cuda(config):
         return []
@@ -422,7 +427,12 @@ def _devices(config: Config, evidence: Evidence) -> list[Finding]:
     return []
 
 
-def _engine_processes(evidence: Evidence) -> list[Finding]:
+def _engine_processes(
+    config: Config,  # noqa: ARG001 - as all checks
+    evidence: Evidence,
+    *,
+    model_config: Mapping[str, Any],  # noqa: ARG001 - as all checks
+) -> list[Finding]:
     """Where the plugin was staged, every engine process runs exactly it, belongs to our server, and tells all."""
     staged = evidence.value("launch.plugin_sha256")
     if staged is None:
@@ -514,3 +524,7 @@ def _bytes_per_token_and_device(config: Config, *, model_config: Mapping[str, An
         dict(model_config) | {"num_key_value_heads": max(1, kv_heads // ranks)} if ranks > 1 else model_config
     )
     return bytes_per_token(share, kv_dtype=config.kv.dtype, model_dtype=config.model.dtype)
+
+
+# What no single setting asks for, but every run must stand.
+CHECKS = (_devices, _capacity, _engine_processes, _held)

@@ -327,3 +327,8 @@ def test_sources_are_told_for_every_setting_that_was_asked_for():
     assert sources["kv.dtype"] == ["GET x", "server log", "engine process"]
     assert sources["model.dtype"] == []
     assert "engine.max_num_batched_tokens" not in sources
+
+
+def test_one_of_two_facts_is_enough_for_a_swept_setting():
+    """An engine without the plugin says nothing of its tensors, but its label and its log are two sources."""
+    assert findings(cell(), reported(), model_config=SMOLLM2, swept={"kv.dtype"}) == []
