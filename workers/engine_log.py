@@ -26,6 +26,7 @@ BACKEND_PHRASES: Mapping[str, str] = {
     "triton mla": "TRITON_MLA",
     "flashmla": "FLASHMLA",
     "cutlass mla": "CUTLASS_MLA",
+    "cpu mla": "CPU_MLA",
     "flashattention mla": "FLASH_ATTN_MLA",
     "flash attention mla": "FLASH_ATTN_MLA",
     "flashinfer mla": "FLASHINFER_MLA",
@@ -135,7 +136,7 @@ def parse_log(text: str) -> EngineLog:
         generation=config_line[1] if config_line else None,
         backends=_backends(lines, refused=refused, generation=config_line[1] if config_line else None),
         refused_backends=refused,
-        config=_pairs(config_line[3]) if config_line else {},
+        config=_pairs(_balanced(config_line[3])) if config_line else {},
         arguments=_arguments(lines),
         kv_cache_tokens=int(tokens[1].replace(",", "")) if tokens else None,
         kv_cache_blocks=int(blocks[1]) if blocks else None,
@@ -204,6 +205,11 @@ def _pairs(text: str) -> dict[str, str]:
         if found and name.isidentifier():
             pairs.setdefault(name, value.strip().strip("'\""))
     return pairs
+
+
+def _balanced(text: str) -> str:
+    """Without the bracket that closes the sentence in releases before 0.6 and belongs to no pair."""
+    return text.removesuffix(")") if text.count(")") > text.count("(") else text
 
 
 def _split(text: str) -> Iterable[str]:

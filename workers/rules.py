@@ -189,6 +189,13 @@ RULES: tuple[Rule, ...] = (
         sources=_two_of_release,
         compares="same release (build suffixes allowed); with engine.commit: same commit, numbers ignored",
     ),
+    _rule(
+        "engine.family",
+        "server.generation",
+        lambda config: "V0" if config.engine.family == "v0" else "V1",
+        required=lambda config: config.engine.family == "v1_early",
+        compares="equal; v1_early and v1 are both V1 (a release that has both may fall back silently)",
+    ),
     _rule("model.name", "server.model", lambda config: config.model.name),
     _rule(
         "engine.python",

@@ -67,7 +67,6 @@ _RECORDED = {
 
 _UNCONFIRMED = {
     "engine.name": "it is a label; engine.version or engine.commit says what runs",
-    "engine.family": "it says how a release is read, not what runs; choose engines by name",
     "engine.requirements": "they are recorded with the environment's freeze and hash; choose engines by name",
     "engine.overrides": "they are recorded with the environment's freeze and hash; choose engines by name",
     "engine.env": "a variable that was given was not necessarily read; give it its own setting and a rule",
