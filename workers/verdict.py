@@ -4,10 +4,12 @@ An invalid run keeps its numbers and is left out of comparisons. An unknown is n
 reason needs and cannot read is ``evidence_missing``.
 """
 
-from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from analysis.records import Record
 from conf.schema import Config, PromptSource
@@ -20,6 +22,13 @@ REASONS = (
     "short_output", "warm_cache", "jit_in_window", "server_restarted", "sparsity_without_effect", "not_drained",
     "client_server_disagree",
 )  # fmt: skip
+
+Times = npt.NDArray[np.int64]
+
+STEP_GAP_NS = 5_000_000  # token events closer than this belong to one step of the engine
+# Steps until a request that arrived in one is counted for certain: the rest of that step, and, where the next one is
+# already scheduled while it runs, two more.
+UNSEEN_STEPS = 3
 
 
 class ClientStats(Protocol):
@@ -325,34 +334,57 @@ def _littles_law(config: Config, in_system: Sequence[InSystem], records: Sequenc
 
     Little: the mean number in the system is the arrival rate times the mean time in it, that is the mean over time of
     ``#{sent <= t < done}``. Both sides take that mean over the same instants, those of the scrapes, so that late or
-    unevenly spaced scrapes cannot make them differ. Too few scrapes say nothing and are ignored, unless the window
-    was long enough for twice as many.
+    unevenly spaced scrapes cannot make them differ. A server renews its gauges at the end of a step and does not see
+    who arrived meanwhile, so the client has a range: with and without those sent since the last few steps.
+    Too few scrapes say nothing and are ignored, unless the window was long enough for twice as many.
     """
     limits = config.load.limits
+    sent, done = _spans_ns(records)
+    if not len(sent):
+        return []
+    inside = [scrape for scrape in in_system if sent[0] <= scrape.t_ns < done[-1]]
+    if len(inside) < limits.in_system_scrapes:
+        expected = (done[-1] - sent[0]) / 1e9 / config.load.scrape_interval_s
+        if expected < 2 * limits.in_system_scrapes:
+            return []
+        detail = f"requests in the system: {len(inside)} scrapes in the window, about {expected:.0f} were due"
+        return [Reason(name="evidence_missing", detail=detail)]
+    times = np.array([scrape.t_ns for scrape in inside], dtype=np.int64)
+    gone = np.searchsorted(done, times, side="right")
+    most = float(np.mean(np.searchsorted(sent, times, side="right") - gone))
+    known = np.searchsorted(sent, _renewed_ns(records, times), side="right")
+    least = float(np.mean(np.maximum(known - gone, 0)))
+    server = sum(scrape.requests for scrape in inside) / len(inside)
+    allowed = max(limits.in_system_requests, limits.in_system_share * most)
+    if least - allowed <= server <= most + allowed:
+        return []
+    detail = (
+        f"Little's law, mean requests in the system over {len(inside)} scrapes: "
+        f"client {least:.2f} to {most:.2f}, server {server:.2f} (allowed: {allowed:.2f} more or less)"
+    )
+    return [Reason(name="client_server_disagree", detail=detail)]
+
+
+def _spans_ns(records: Sequence[Record]) -> tuple[Times, Times]:
+    """When requests were sent and when they were done, each in order of time; those that never ended are left out."""
     spans = [
         (record.sent_ns, record.done_ns)
         for record in records
         if record.sent_ns is not None and record.done_ns is not None
     ]
-    if not spans:
-        return []
-    sent, done = sorted(span[0] for span in spans), sorted(span[1] for span in spans)
-    first_ns, last_ns = sent[0], done[-1]
-    inside = [scrape for scrape in in_system if first_ns <= scrape.t_ns < last_ns]
-    if len(inside) < limits.in_system_scrapes:
-        expected = (last_ns - first_ns) / 1e9 / config.load.scrape_interval_s
-        if expected < 2 * limits.in_system_scrapes:
-            return []
-        detail = f"requests in the system: {len(inside)} scrapes in the window, about {expected:.0f} were due"
-        return [Reason(name="evidence_missing", detail=detail)]
-    seen = (bisect_right(sent, scrape.t_ns) - bisect_right(done, scrape.t_ns) for scrape in inside)
-    client = sum(seen) / len(inside)
-    server = sum(scrape.requests for scrape in inside) / len(inside)
-    allowed = max(limits.in_system_requests, limits.in_system_share * client)
-    if abs(client - server) <= allowed:
-        return []
-    detail = (
-        f"Little's law, mean requests in the system over {len(inside)} scrapes: "
-        f"client {client:.2f}, server {server:.2f} (allowed: {allowed:.2f})"
+    sent, done = (
+        (np.array(sorted(ends), dtype=np.int64) for ends in zip(*spans, strict=True)) if spans else ((), ())
     )
-    return [Reason(name="client_server_disagree", detail=detail)]
+    return np.asarray(sent, dtype=np.int64), np.asarray(done, dtype=np.int64)
+
+
+def _renewed_ns(records: Sequence[Record], times: Times) -> Times:
+    """For each time: before when a request must have been sent to be in the server's gauges for certain.
+
+    A step of the engine ends with tokens for all who run, so token events that lie together are one step's end.
+    """
+    events = np.array(sorted(t for record in records for t in record.token_ns), dtype=np.int64)
+    ends = events[np.diff(events, prepend=-STEP_GAP_NS - 1) > STEP_GAP_NS]
+    place = np.searchsorted(ends, times, side="right") - UNSEEN_STEPS
+    never = np.full(len(times), np.iinfo(np.int64).min)
+    return np.where(place >= 0, ends[np.maximum(place, 0)], never) if len(ends) else never

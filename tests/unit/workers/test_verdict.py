@@ -282,11 +282,12 @@ S = 1_000 * MS
 def overlapping(**changes):
     """Three requests of 4 s, sent at 0, 2 and 4 s: in the system 1, 2, 2, 1 for 2 s each, 1.5 on average over 8 s.
 
-    By Little: 3 requests in 8 s, each 4 s in the system, 3 / 8 x 4 = 1.5.
+    By Little: 3 requests in 8 s, each 4 s in the system, 3 / 8 x 4 = 1.5. A step of the engine takes 100 ms.
     """
     return [
-        row(i, sent_ns=2 * i * S, first_token_ns=2 * i * S + 100 * MS, last_token_ns=(2 * i + 4) * S - 1,
-            done_ns=(2 * i + 4) * S, **changes)
+        row(i, sent_ns=2 * i * S, first_token_ns=2 * i * S + 100 * MS, last_token_ns=(2 * i + 4) * S,
+            done_ns=(2 * i + 4) * S, token_ns=tuple(range(2 * i * S + 100 * MS, (2 * i + 4) * S + 1, 100 * MS)),
+            **changes)
         for i in range(3)
     ]  # fmt: skip
 
@@ -316,10 +317,48 @@ def test_littles_law(counts, expected):
 
 
 def test_littles_law_says_both_numbers():
+    """At the first scrape, 0.25 s, two steps have ended: the request sent at 0 need not be counted yet, 23 / 16."""
     found = verdict(records=overlapping(), in_system=scrapes(*[4] * 16))
     assert found.reasons[0].detail == (
-        "Little's law, mean requests in the system over 16 scrapes: client 1.50, server 4.00 (allowed: 1.00)"
+        "Little's law, mean requests in the system over 16 scrapes: client 1.44 to 1.50, server 4.00 "
+        "(allowed: 1.00 more or less)"
     )
+
+
+def prefilling(*, step_s):
+    """Ten requests arrive every 100 ms during one step, whose end gives all of them their first token; then 10 more steps."""
+    ends = tuple(int(step_s * S) + i * 100 * MS for i in range(10))
+    return [
+        row(
+            i,
+            sent_ns=i * 100 * MS,
+            first_token_ns=ends[0],
+            last_token_ns=ends[-1],
+            done_ns=ends[-1],
+            token_ns=ends,
+        )
+        for i in range(10)
+    ]
+
+
+def test_arrivals_during_a_long_step_are_not_in_the_servers_gauges_yet():
+    """A prefill of 8 s: the server still shows the first request alone, and a real vLLM on a slow CPU does so."""
+    rows = prefilling(step_s=8)
+    assert verdict(records=rows, window=window(requests=10, ttft_s=7.55), in_system=scrapes(*[1] * 15)).valid
+    late = verdict(records=rows, window=window(requests=10, ttft_s=7.55), in_system=scrapes(*[12] * 15))
+    assert names(late) == ["client_server_disagree"]
+
+
+def test_replies_that_the_client_reads_late_are_not_explained_by_steps():
+    """Steps of 100 ms went on for 8 s, and the server had nobody for all of it: the client kept what was done."""
+    rows = [
+        row(
+            i, sent_ns=0, last_token_ns=8 * S, done_ns=8 * S, token_ns=tuple(range(100 * MS, 8 * S, 100 * MS))
+        )
+        for i in range(5)
+    ]
+    found = verdict(records=rows, in_system=scrapes(*[0] * 16), window=window(requests=5))
+    assert names(found) == ["client_server_disagree"]
 
 
 def test_scrapes_outside_the_window_do_not_count():
